@@ -1,0 +1,1 @@
+"""Exact decode context parallelism for long-context language models in JAX."""
