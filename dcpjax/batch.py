@@ -1,0 +1,112 @@
+"""A step's requests as fixed-shape arrays: the only thing that crosses from the host's plans to the device.
+
+Tokens of all scheduled requests lie one after another, decodes first; shapes come from a few buckets so that each
+is compiled once. Padding is -1 and is dropped on the device.
+
+    tokens  | d0 | d1 | d2 | p0 p0 p0 p0 p0 | p1 p1 p1 | -1 -1 |      3 decodes, 2 prompt chunks, padding
+    rows    |  0 |  1 |  2 |  3  3  3  3  3 |  4  4  4 | -1 -1 |
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from flax import struct
+
+from dcpjax.models.attention import Tiles, Work
+from dcpjax.models.kv_cache import CacheGeometry
+from dcpjax.sampling import SamplingBatch
+from dcpjax.scheduler import Scheduled
+
+PREFILL_TILE = 64  # query tokens of a prompt that attend together
+
+
+@struct.dataclass
+class Batch:
+    """One step's input. N tokens, R rows (requests)."""
+
+    # [N] int32, host: token ids, -1 for padding
+    tokens: jax.Array
+    work: Work
+    # [R] int32, host: index into the N tokens of each request's last one
+    last: jax.Array
+    sampling: SamplingBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """The buckets that step shapes are rounded up to."""
+
+    max_rows: int
+    max_tokens: int
+    table_width: int
+
+    def rows(self, count: int, decode_only: bool) -> int:
+        """R: a power of two; steps that also run prompts use every second power, for fewer programs."""
+        return _power_of(2, count, self.max_rows) if decode_only else _power_of(4, count, self.max_rows, 8)
+
+    def tokens(self, count: int, rows: int, decode_only: bool) -> int:
+        """N: the rows themselves when only decoding, a power of two otherwise."""
+        return rows if decode_only else _power_of(2, count, self.max_tokens, 16)
+
+
+def _power_of(base: int, count: int, most: int, least: int = 1) -> int:
+    size = least
+    while size < count:
+        size *= base
+    return max(count, min(size, most))
+
+
+def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) -> Batch:
+    """Lay the scheduled tokens out. Decodes (one token) must come first in `step`."""
+    total = sum(scheduled.count for scheduled in step)
+    decode_only = total == len(step)
+    rows = shapes.rows(len(step), decode_only)
+    size = shapes.tokens(total, rows, decode_only)
+    tokens, positions, row_of = (np.full(size, -1, np.int32) for _ in range(3))
+    table = np.full((rows, shapes.table_width), -1, np.int32)
+    last = np.zeros(rows, np.int32)
+    first = 0
+    for row, scheduled in enumerate(step):
+        stop = scheduled.start + scheduled.count
+        end = first + scheduled.count
+        tokens[first:end] = scheduled.request.tokens(scheduled.start, stop)
+        positions[first:end] = np.arange(scheduled.start, stop)
+        row_of[first:end] = row
+        table[row, : len(scheduled.block_table)] = scheduled.block_table
+        last[row] = end - 1
+        first = end
+    work = Work(positions, row_of, table, _tiles(step, rows, size, decode_only, geometry))  # type: ignore[arg-type]
+    sampling = SamplingBatch.build([scheduled.request for scheduled in step], rows)
+    return Batch(tokens, work, last, sampling)  # type: ignore[arg-type]
+
+
+def _tiles(
+    step: Sequence[Scheduled], rows: int, size: int, decode_only: bool, geometry: CacheGeometry
+) -> tuple[Tiles, ...]:
+    """Tiles of one token for the decodes; when prompts run too, tiles of many tokens for those."""
+    decodes = [(row, row, scheduled.start) for row, scheduled in enumerate(step) if scheduled.count == 1]
+    tiles = [_pack(decodes, 1, rows, geometry)]
+    if not decode_only:
+        tile = min(PREFILL_TILE, size)
+        tiles.append(_pack(list(_prompt_tiles(step, tile)), tile, size // tile + rows, geometry))
+    return tuple(tiles)
+
+
+def _prompt_tiles(step: Sequence[Scheduled], tile: int) -> Iterator[tuple[int, int, int]]:
+    """(first token in the step, row, last position) of each tile of the requests that run several tokens."""
+    first = 0
+    for row, scheduled in enumerate(step):
+        if scheduled.count > 1:
+            for offset in range(0, scheduled.count, tile):
+                count = min(tile, scheduled.count - offset)
+                yield first + offset, row, scheduled.start + offset + count - 1
+        first += scheduled.count
+
+
+def _pack(tiles: Sequence[tuple[int, int, int]], size: int, capacity: int, geometry: CacheGeometry) -> Tiles:
+    start, row, chunks = (np.zeros(capacity, np.int32) for _ in range(3))
+    for index, (first, owner, last_position) in enumerate(tiles):
+        start[index], row[index], chunks[index] = first, owner, geometry.chunks(last_position + 1)
+    return Tiles(start, row, chunks, np.int32(len(tiles)), size)  # type: ignore[arg-type]

@@ -1,0 +1,101 @@
+"""Building blocks of a decoder: matrix product, norm, rotary embedding, table lookup.
+
+The residual stream and all statistics are float32; weights keep their dtype. Knows nothing about meshes.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from dcpjax.models.config import RopeConfig
+
+
+def dot(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """x [N, I] float32, weight [O, I] -> [N, O] float32.
+
+    `preferred_element_type` keeps bfloat16 products on the fused path: without it XLA's CPU backend widens the
+    weight first. There a single bfloat16 row has no fast path at all, so it travels with a second row of zeros.
+    """
+    rows = x.shape[0]
+    x = x.astype(weight.dtype)
+    if rows == 1 and weight.dtype == jnp.bfloat16:
+        x = jnp.pad(x, ((0, 1), (0, 0)))
+    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    contract_last = (((1,), (1,)), ((), ()))
+    y = jax.lax.dot_general(
+        x, weight, contract_last, precision=precision, preferred_element_type=jnp.float32
+    )[:rows]
+    return y if bias is None else y + bias.astype(jnp.float32)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis (Zhang & Sennrich 2019), in float32."""
+    x = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+    return x * scale * weight.astype(jnp.float32)
+
+
+def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows `ids` [N] of table [V, M] as float32 [N, M]. Padding ids (-1) read row 0.
+
+    A bfloat16 table is read through its bits: XLA's CPU backend would widen all of it first.
+    """
+    ids = jnp.maximum(ids, 0)
+    if table.dtype == jnp.bfloat16:
+        bits = jnp.take(jax.lax.bitcast_convert_type(table, jnp.uint16), ids, axis=0)
+        return jax.lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
+    return jnp.take(table, ids, axis=0).astype(jnp.float32)
+
+
+@struct.dataclass
+class Rotary:
+    """Angles of one step, shared by all layers."""
+
+    # [N, 1, D/2] float32: cosine of position * frequency, broadcast over heads
+    cos: jax.Array
+    # [N, 1, D/2] float32
+    sin: jax.Array
+
+
+def rotary(positions: jax.Array, head_dim: int, config: RopeConfig) -> Rotary:
+    """Angles for positions [N]. Frequencies are rounded to float32 before the product, as transformers does."""
+    frequencies = jnp.asarray(rope_frequencies(head_dim, config))
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
+    return Rotary(jnp.cos(angles), jnp.sin(angles))
+
+
+def rotate(x: jax.Array, angles: Rotary) -> jax.Array:
+    """Apply the rotary embedding to x [N, H, D]: dimension i turns with dimension i + D/2."""
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate(
+        [first * angles.cos - second * angles.sin, second * angles.cos + first * angles.sin], axis=-1
+    )
+
+
+def rope_frequencies(head_dim: int, config: RopeConfig) -> np.ndarray:
+    """float32 [D/2]: radians per position of each pair of dimensions."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = (1.0 / np.power(np.float32(config.theta), exponents)).astype(np.float32)
+    match config.kind:
+        case "linear":
+            return (frequencies / config.factor).astype(np.float32)
+        case "llama3":
+            return _llama3_frequencies(frequencies, config)
+        case "factors":
+            return (frequencies / np.asarray(config.factors, np.float32)).astype(np.float32)
+    return frequencies
+
+
+def _llama3_frequencies(frequencies: np.ndarray, config: RopeConfig) -> np.ndarray:
+    """Llama 3.1's stretch: long wavelengths slow down by `factor`, short ones stay, a ramp between."""
+    wavelengths = 2 * math.pi / frequencies
+    original, low, high = (
+        config.original_max_position_embeddings,
+        config.low_freq_factor,
+        config.high_freq_factor,
+    )
+    keep = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+    return ((1 - keep) * frequencies / config.factor + keep * frequencies).astype(np.float32)

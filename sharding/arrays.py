@@ -1,0 +1,176 @@
+"""One declaration per array: sizes, logical axes, dtype and initialiser.
+
+From an `ArraySpec` follow its padded shape, its sharding, its abstract value for a restore and its loader.
+Knows nothing about models or files.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcpjax.sharding.rules import Placement
+
+Index = tuple[slice, ...]
+Read = Callable[[Index], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension: its size in the checkpoint and how it is padded and repeated to fit the mesh.
+
+    The checkpoint's `size` entries fall into `groups` equal runs. Each run is padded at its end to a
+    multiple of `multiple`, then laid out `repeat` times:
+
+        size=6 groups=2 multiple=2 repeat=1    0 1 2 -  3 4 5 -
+        size=4 groups=2 multiple=1 repeat=2    0 1  0 1  2 3  2 3
+    """
+
+    size: int
+    name: str | None = None
+    groups: int = 1
+    multiple: int = 1
+    repeat: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size % self.groups:
+            raise ValueError(f"size must divide into groups={self.groups}, but is {self.size}")
+
+    @property
+    def run(self) -> int:
+        """Entries of one group in the checkpoint."""
+        return self.size // self.groups
+
+    @property
+    def padded_run(self) -> int:
+        return -(-self.run // self.multiple) * self.multiple
+
+    @property
+    def padded(self) -> int:
+        """Entries on the mesh."""
+        return self.groups * self.repeat * self.padded_run
+
+    @cached_property
+    def source(self) -> np.ndarray:
+        """int64 [padded]: the checkpoint's entry behind each entry on the mesh, -1 where it is padding."""
+        entry = np.arange(self.padded)
+        offset = entry % self.padded_run
+        group = entry // (self.padded_run * self.repeat)
+        return np.where(offset < self.run, group * self.run + offset, -1)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.padded == self.size and self.repeat == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArraySpec:
+    """An array on the mesh. `init` says what fills it when there is no checkpoint."""
+
+    axes: tuple[Axis, ...]
+    dtype: Any
+    init: Literal["normal", "ones", "zeros"] = "normal"
+
+    @property
+    def checkpoint_shape(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(axis.padded for axis in self.axes)
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        return tuple(axis.name for axis in self.axes)
+
+    def nbytes(self) -> int:
+        """Bytes over the whole mesh, every shard counted once."""
+        return int(np.prod(self.shape)) * jnp.dtype(self.dtype).itemsize
+
+    def sharding(self, place: Placement) -> jax.sharding.NamedSharding:
+        """Raises ValueError when a padded size does not divide by its share of the mesh."""
+        for axis in self.axes:
+            ways = place.ways(axis.name)
+            if axis.padded % ways:
+                raise ValueError(
+                    f"logical axis {axis.name!r} must divide by the {ways} devices it lies on, "
+                    f"but has {axis.padded} entries"
+                )
+        return place.sharding(*self.names)
+
+    def abstract(self, place: Placement) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding(place))
+
+
+def is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, ArraySpec)
+
+
+def abstract_tree(specs: Any, place: Placement) -> Any:
+    """The same tree with `jax.ShapeDtypeStruct` leaves that carry shardings."""
+    return jax.tree.map(lambda spec: spec.abstract(place), specs, is_leaf=is_spec)
+
+
+def zeros(spec: ArraySpec, place: Placement) -> jax.Array:
+    make = partial(jnp.zeros, spec.shape, spec.dtype)
+    return jax.jit(make, out_shardings=spec.sharding(place))()
+
+
+def load(spec: ArraySpec, place: Placement, read: Read) -> jax.Array:
+    """Build the array from `read(index of the checkpoint's array) -> np.ndarray`.
+
+    Each device asks for the part it holds and no more; padding is filled with zeros.
+    """
+
+    def shard(index: Index) -> np.ndarray:
+        return _read_padded(spec, index, read)
+
+    return jax.make_array_from_callback(spec.shape, spec.sharding(place), shard)
+
+
+def dummy(spec: ArraySpec, place: Placement, seed: int) -> jax.Array:
+    """Random weights of a plausible size, the same for every layout: entries depend on `seed` and position."""
+    generator = np.random.default_rng(seed)
+    if spec.init == "normal":
+        scale = 1.0 / np.sqrt(spec.checkpoint_shape[-1])
+        values = scale * generator.standard_normal(spec.checkpoint_shape, dtype=np.float32)
+    else:
+        values = np.full(spec.checkpoint_shape, 1.0 if spec.init == "ones" else 0.0, np.float32)
+    return load(spec, place, lambda index: values[index])
+
+
+def _read_padded(spec: ArraySpec, index: Index, read: Read) -> np.ndarray:
+    """Read the checkpoint's entries behind `index` of the padded array."""
+    dtype = jnp.dtype(spec.dtype)
+    sources = [axis.source[part] for axis, part in zip(spec.axes, index, strict=True)]
+    spans = tuple(_span(source) for source in sources)
+    values = np.asarray(read(spans)).astype(dtype, copy=False)
+    for dim, (source, span) in enumerate(zip(sources, spans, strict=True)):
+        if not _is_run(source):
+            values = _take(values, source, span.start, dim)
+    return np.ascontiguousarray(values)
+
+
+def _span(source: np.ndarray) -> slice:
+    """The shortest slice of the checkpoint that holds every entry asked for."""
+    real = source[source >= 0]
+    return slice(0, 0) if real.size == 0 else slice(int(real.min()), int(real.max()) + 1)
+
+
+def _is_run(source: np.ndarray) -> bool:
+    return source.size > 0 and source[0] >= 0 and bool(np.all(np.diff(source) == 1))
+
+
+def _take(values: np.ndarray, source: np.ndarray, start: int, dim: int) -> np.ndarray:
+    """Entries `source` (counted from `start`) along `dim`; -1 becomes zero."""
+    shape = list(values.shape)
+    shape[dim] = source.size
+    taken = np.zeros(shape, values.dtype)
+    where = [slice(None)] * values.ndim
+    where[dim] = np.flatnonzero(source >= 0)  # type: ignore[call-overload]
+    taken[tuple(where)] = np.take(values, source[source >= 0] - start, axis=dim)
+    return taken

@@ -1,0 +1,113 @@
+"""Merging partial attention by log-sum-exp, on one device and across the `dcp` axis.
+
+A partial is `(out, lse)`: attention of some queries over a subset of the keys, and the natural log of the
+softmax denominator over that subset. An empty subset is `(0, -inf)`. For disjoint subsets 1 and 2
+
+    lse = log(exp(lse1) + exp(lse2));   out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2
+
+which is associative and commutative (online softmax, Milakov & Gimelshein 2018; FlashAttention, Dao et al.
+2022, section 3.1). Runs inside `shard_map`; knows the axis `dcp` and nothing about caches or models.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dcpjax.sharding.mesh import DCP
+
+
+class Partial(NamedTuple):
+    """Attention over a subset of the keys."""
+
+    out: jax.Array  # [N, H, D] float32, 0 where no key was visible
+    lse: jax.Array  # [N, H] float32, natural log, -inf where no key was visible
+
+
+def merge(left: Partial, right: Partial) -> Partial:
+    """Combine two partials over disjoint subsets of the keys."""
+    lse = jnp.logaddexp(left.lse, right.lse)
+    scale_left, scale_right = weight(left.lse, lse), weight(right.lse, lse)
+    out = left.out * scale_left[..., None] + right.out * scale_right[..., None]
+    return Partial(out, lse)
+
+
+def weight(lse: jax.Array, total: jax.Array) -> jax.Array:
+    """exp(lse - total): the share of one partial in the whole; 0 for an empty one, even if all are empty."""
+    return jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total)))
+
+
+# --- across dcp: [N, H, D] per device in, [N, F / dcp] per device out, F the padded features of H * D
+
+
+def merge_ag_rs(part: Partial, features: int) -> jax.Array:
+    """All-gather the lse, scale the own partial, reduce-scatter the features.
+
+    Per device: lse [N, H] -> [dcp, N, H] (all-gather); out [N, F] -> [N, F / dcp] (reduce-scatter).
+    """
+    every_lse = jax.lax.all_gather(part.lse, DCP)
+    share = weight(part.lse, jax.nn.logsumexp(every_lse, axis=0))
+    scaled = flatten_heads(part.out * share[..., None], features)
+    return jax.lax.psum_scatter(scaled, DCP, scatter_dimension=1, tiled=True)
+
+
+def merge_a2a(part: Partial, features: int) -> jax.Array:
+    """Exchange heads for ranks, then combine locally.
+
+    Heads that divide by dcp travel with their lse in one packed all-to-all, per device [N, H, D+1] ->
+    [dcp, N, H / dcp, D+1]. Otherwise the flattened features travel, [N, F] -> [dcp, N, F / dcp], and the
+    small lse is gathered.
+    """
+    ranks = jax.lax.axis_size(DCP)
+    tokens, heads, head_dim = part.out.shape
+    if heads % ranks == 0 and features == heads * head_dim:
+        packed = jnp.concatenate([part.out, part.lse[..., None]], axis=-1)
+        packed = packed.reshape(tokens, ranks, heads // ranks, head_dim + 1)
+        received = jax.lax.all_to_all(packed, DCP, split_axis=1, concat_axis=0, tiled=False)
+        out, lse = received[..., :-1], received[..., -1]
+        share = weight(lse, jax.nn.logsumexp(lse, axis=0))
+        return jnp.sum(out * share[..., None], axis=0).reshape(tokens, features // ranks)
+    flat = flatten_heads(part.out, features).reshape(tokens, ranks, features // ranks)
+    received = jax.lax.all_to_all(flat, DCP, split_axis=1, concat_axis=0, tiled=False)
+    every_lse = jax.lax.all_gather(part.lse, DCP)
+    share = weight(every_lse, jax.nn.logsumexp(every_lse, axis=0))
+    return jnp.sum(received * own_features(_per_feature(share, head_dim, features)), axis=0)
+
+
+def merge_psum(part: Partial, features: int) -> jax.Array:
+    """One pmax and two psums give every rank every head; each keeps its own features.
+
+    Per device: lse [N, H] (pmax), weights [N, H] and out [N, F] (psum); then [N, F] -> [N, F / dcp] locally.
+    """
+    top = jax.lax.pmax(part.lse, DCP)
+    share = weight(part.lse, top)
+    total = jax.lax.psum(share, DCP)
+    out = jax.lax.psum(part.out * share[..., None], DCP)
+    out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
+    return own_features(flatten_heads(out, features))
+
+
+def _per_feature(share: jax.Array, head_dim: int, features: int) -> jax.Array:
+    """[dcp, N, H] -> [dcp, N, F]: each head's share on each of its features."""
+    share = jnp.repeat(share, head_dim, axis=-1)
+    return jnp.pad(share, ((0, 0), (0, 0), (0, features - share.shape[-1])))
+
+
+def flatten_heads(out: jax.Array, features: int) -> jax.Array:
+    """[N, H, D] -> [N, F], padded with zeros so that F divides by dcp."""
+    flat = out.reshape(out.shape[0], -1)
+    return jnp.pad(flat, ((0, 0), (0, features - flat.shape[1])))
+
+
+def own_features(flat: jax.Array) -> jax.Array:
+    """[..., F] -> [..., F / dcp]: the features whose o_proj rows this rank holds."""
+    size = flat.shape[-1] // jax.lax.axis_size(DCP)
+    return jax.lax.dynamic_slice_in_dim(flat, jax.lax.axis_index(DCP) * size, size, axis=-1)
+
+
+MERGES: dict[str, Callable[[Partial, int], jax.Array]] = {
+    "ag_rs": merge_ag_rs,
+    "a2a": merge_a2a,
+    "psum": merge_psum,
+}

@@ -1,0 +1,104 @@
+"""The `tp` x `dcp` device mesh and which layouts are legal.
+
+Knows head counts as plain numbers; knows nothing about models, weights or caches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+TP, DCP = "tp", "dcp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How `tensor_parallel_size` devices are split: `dcp` adds no device, it divides the group."""
+
+    tensor_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.tensor_parallel_size
+
+    @property
+    def tp(self) -> int:
+        """Groups that hold different heads: the length of mesh axis `tp`."""
+        return self.tensor_parallel_size // self.decode_context_parallel_size
+
+    @property
+    def dcp(self) -> int:
+        """Ranks that hold different token positions of the same heads: the length of mesh axis `dcp`."""
+        return self.decode_context_parallel_size
+
+    def duplication(self, kv_heads: int) -> int:
+        """How many devices store each cached value."""
+        return max(1, self.tp // kv_heads)
+
+
+def make_mesh(layout: Layout, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Lay the first `tensor_parallel_size` devices out as `(tp, dcp)`; neighbours share a dcp group."""
+    chosen = list(jax.devices() if devices is None else devices)[: layout.devices]
+    if len(chosen) < layout.devices:
+        raise ValueError(
+            f"tensor_parallel_size must be at most the number of devices, but is {layout.devices} "
+            f"and JAX sees {len(chosen)}; use tensor_parallel_size={len(chosen)}, or on CPU run "
+            f'jax.config.update("jax_num_cpu_devices", {layout.devices}) before anything else uses JAX'
+        )
+    axis_types = (AxisType.Auto, AxisType.Auto)  # stated: the default of make_mesh is Explicit
+    return jax.make_mesh((layout.tp, layout.dcp), (TP, DCP), axis_types=axis_types, devices=chosen)
+
+
+def is_legal(layout: Layout, heads: int, kv_heads: int) -> bool:
+    """Query heads split evenly over `tp`; KV heads split evenly or are copied a whole number of times."""
+    if layout.tensor_parallel_size % layout.decode_context_parallel_size:
+        return False
+    tp = layout.tp
+    return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def legal_layouts(tensor_parallel_size: int, heads: int, kv_heads: int) -> list[Layout]:
+    """Every legal layout on this many devices, by rising `decode_context_parallel_size`; never empty."""
+    candidates = (
+        Layout(tensor_parallel_size=tensor_parallel_size, decode_context_parallel_size=dcp)
+        for dcp in range(1, tensor_parallel_size + 1)
+    )
+    return [layout for layout in candidates if is_legal(layout, heads, kv_heads)]
+
+
+def check_layout(layout: Layout, heads: int, kv_heads: int) -> None:
+    """Raise ValueError, listing what is legal, unless the model's heads fit the layout.
+
+    `kv_heads` is 1 for multi-head latent attention: one latent serves every query head.
+    """
+    for flag in ("tensor_parallel_size", "decode_context_parallel_size"):
+        size = getattr(layout, flag)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{flag} must be an integer of at least 1, but is {size!r}; use 1")
+    if not is_legal(layout, heads, kv_heads):
+        raise ValueError(_illegal_sentence(layout, heads, kv_heads))
+
+
+def _illegal_sentence(layout: Layout, heads: int, kv_heads: int) -> str:
+    devices, dcp = layout.tensor_parallel_size, layout.decode_context_parallel_size
+    legal = ", ".join(
+        f"{choice.dcp} (cache stored {choice.duplication(kv_heads)}x)"
+        for choice in legal_layouts(devices, heads, kv_heads)
+    )
+    return (
+        f"decode_context_parallel_size must suit tensor_parallel_size={devices} and this model "
+        f"({heads} query heads, {kv_heads} KV heads), but is {dcp}: {_reason(layout, heads, kv_heads)}; "
+        f"legal decode_context_parallel_size on {devices} devices: {legal}"
+    )
+
+
+def _reason(layout: Layout, heads: int, kv_heads: int) -> str:
+    devices, dcp = layout.tensor_parallel_size, layout.decode_context_parallel_size
+    if devices % dcp:
+        return f"{devices} devices do not split into groups of {dcp}"
+    groups = f"{devices}/{dcp} = {layout.tp} head groups"
+    if heads % layout.tp:
+        return f"{heads} query heads do not divide into {groups}"
+    return f"{kv_heads} KV heads neither divide into {groups} nor divide {layout.tp}"
