@@ -1,1 +1,34 @@
-"""Exact decode context parallelism for long-context language models in JAX."""
+"""Exact decode context parallelism for long-context language models in JAX.
+
+Names are imported on first use: `import dcpjax` starts no backend and is quick.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dcpjax.llm import LLM, generate
+    from dcpjax.outputs import CompletionOutput, RequestOutput, StreamEvent
+    from dcpjax.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StreamEvent", "generate"]
+
+_HOME = {
+    "LLM": "dcpjax.llm",
+    "generate": "dcpjax.llm",
+    "CompletionOutput": "dcpjax.outputs",
+    "RequestOutput": "dcpjax.outputs",
+    "StreamEvent": "dcpjax.outputs",
+    "SamplingParams": "dcpjax.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'dcpjax' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,8 +1,8 @@
 """Reads a GGUF file as if it were a Hugging Face checkpoint: config, tensor names and tensor values.
 
 Knows the file format and llama.cpp's conventions for the dense Llama and Qwen families; knows nothing about
-devices. The header is read here, because the `gguf` package takes seconds over a large vocabulary; that package
-only dequantises.
+devices. The header is read here, because the `gguf` package takes seconds over a large vocabulary; it only
+dequantises.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -87,8 +87,8 @@ class GGUFHeader:
         name = self.require("general.architecture")
         if name not in ARCHITECTURES:
             raise ValueError(
-                f"the architecture of {self.path} must be one of {', '.join(ARCHITECTURES)}, but is {name!r}; use "
-                "the model's safetensors instead"
+                f"the architecture of {self.path} must be one of {', '.join(ARCHITECTURES)}, but is "
+                f"{name!r}; use the model's safetensors instead"
             )
         return name
 

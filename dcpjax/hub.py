@@ -1,6 +1,6 @@
 """Finds the files of a model: a path, a named alias fetched once, or a Hugging Face hub id.
 
-Knows where files are and that they arrived whole; knows nothing about what a config, a tensor or a tokenizer is.
+Knows where files are and that they arrived whole; knows nothing about configs, tensors or tokenizers.
 """
 
 import contextlib
@@ -52,10 +52,9 @@ def resolve_model(model: str | os.PathLike[str], cache_dir: Path | None = None) 
     `cache_dir` replaces `cache_folder()`; hub ids go to Hugging Face's own cache unless it is given.
     Raises ValueError if nothing of that name can be had.
     """
-    path = Path(model).expanduser()
-    if path.exists():
+    name, path = os.fspath(model), Path(model).expanduser()
+    if name and path.exists():
         return _checked_path(path)
-    name = os.fspath(model)
     if name in ALIASES:
         return _alias_file(name, cache_dir or cache_folder())
     if HUB_ID.fullmatch(name):
@@ -106,8 +105,8 @@ def _refuse_pickled_weights(folder: Path) -> None:
     pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED_SUFFIXES)
     if pickled:
         raise ValueError(
-            f"the weights in {folder} must be safetensors, but are {pickled[0]}, a pickle, which can run code "
-            "when read; convert them where you trust them: transformers' "
+            f"the weights in {folder} must be safetensors, but are {pickled[0]}, a pickle, which can run "
+            "code when read; convert them where you trust them: transformers' "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder) writes safetensors"
         )
 
@@ -189,8 +188,8 @@ def _check_sha256(path: Path, expected: str) -> None:
         found = _sha256(file)
     if found != expected:
         raise ValueError(
-            f"{path.name} must have SHA-256 {expected}, but has {found}; it is not the file that this version of "
-            "dcpjax trusts, and nothing of it was kept: try again, or see what changes your downloads"
+            f"{path.name} must have SHA-256 {expected}, but has {found}; nothing of it was kept: try again, or "
+            "see what changes your downloads, since it is not the file that this version of dcpjax trusts"
         )
 
 
@@ -219,8 +218,8 @@ def _hub_snapshot(name: str, cache_dir: Path | None) -> Path:
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
-            f"model must be a local path or a model on the hub, but {name} is no path, and the hub did not give it: "
-            f"{reason[0]}"
+            f"model must be a local path or a model on the hub, but {name} is no path, and the hub "
+            f"did not give it: {reason[0]}"
         ) from error
     return Path(folder)
 
@@ -230,5 +229,6 @@ def _unknown_model(name: str) -> str:
     meant = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return (
         "model must be an existing folder (config.json, *.safetensors, tokenizer.json), an existing .gguf "
-        f"file, a hub id like org/name, or one of {', '.join(ALIASES)}, but is {name!r}, which is none.{meant}"
+        f"file, a hub id like org/name, or one of {', '.join(ALIASES)}, but is {name!r}, which "
+        f"is none.{meant}"
     )

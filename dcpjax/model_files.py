@@ -34,7 +34,7 @@ class ModelFiles:
 
 
 def open_model(model: str | os.PathLike[str]) -> ModelFiles:
-    """The files of a folder, a `.gguf` file, an alias or a hub id. Raises ValueError if they make no model."""
+    """The files of a folder, a `.gguf` file, an alias or a hub id. ValueError if they make no model."""
     path = resolve_model(model)
     return _open_gguf(path) if path.is_file() else _open_folder(path)
 

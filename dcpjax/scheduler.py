@@ -81,6 +81,11 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
 
+    def preempt_all(self) -> None:
+        """Send every running request back to the queue, to be computed again from its tokens."""
+        for request in sorted(self.running, key=lambda request: -request.number):
+            self._preempt(request, [])
+
     def _take(self, request: Request, budget: int, chosen: list[Scheduled]) -> int:
         count = min(request.num_pending, budget)
         chosen.append(Scheduled(request, request.num_computed, count, self.blocks.table(request.number)))

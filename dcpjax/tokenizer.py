@@ -64,7 +64,7 @@ class Tokenizer:
         return cls(_gguf_backend(header), _gguf_tokenizer_config(header))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Control tokens spelled in the text become control tokens, as in Hugging Face; not in a chat."""
+        """Token ids. Control tokens spelled in the text become control tokens, as in Hugging Face."""
         if not isinstance(text, str):
             raise ValueError(f"text must be a str, but is a {type(text).__name__}; pass token ids as such")
         try:
@@ -221,8 +221,9 @@ class TextRule:
 
 def _byte_level_piece(token: str) -> bytes:
     """An added token may hold characters outside the alphabet: it is then spelled as it is."""
-    values = [BYTE_OF.get(character) for character in token]
-    return token.encode("utf-8") if None in values else bytes(value for value in values if value is not None)
+    if not BYTE_OF.keys() >= set(token):
+        return token.encode("utf-8")
+    return bytes(BYTE_OF[character] for character in token)
 
 
 def _fallback_byte(token: str) -> int | None:
@@ -281,7 +282,8 @@ def _apply_step(step: dict[str, Any], options: dict[str, Any]) -> None:
         case _:
             raise ValueError(
                 "the decoder in tokenizer.json must be made of ByteLevel, ByteFallback, Fuse, Metaspace, "
-                f"Replace of a string, or Strip at the start after Fuse, but has {step}; no other is supported"
+                f"Replace of a string, or Strip at the start after Fuse, but has {step}; use "
+                "another tokenizer"
             )
 
 
@@ -295,15 +297,15 @@ def _folder_config(folder: Path) -> dict[str, Any]:
 
 
 def _named_templates(template: Any) -> str | dict[str, str] | None:
-    """One template, or several by name ("default", "tool_use"), which older files spell as a list of pairs."""
+    """One template, or several by name ("default", "tool_use"), which older files list as pairs."""
     if not isinstance(template, list):
         return template
     try:
         return {entry["name"]: entry["template"] for entry in template}
     except (TypeError, KeyError) as error:
         raise ValueError(
-            "chat_template in tokenizer_config.json must be a text, or a list of objects with name and template, "
-            f"but an object lacks {error}; correct the file"
+            "chat_template in tokenizer_config.json must be a text, or a list of objects with name and "
+            f"template, but an object lacks {error}; correct the file"
         ) from error
 
 
@@ -326,7 +328,7 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise ValueError(
             "messages must be a list of at least one {'role': ..., 'content': ...}, "
-            f"but is {'empty' if isinstance(messages, Sequence) and not messages else type(messages).__name__}"
+            f"but is {_brief(messages)}"
         )
     return [_checked_message(index, message) for index, message in enumerate(messages)]
 
@@ -336,7 +338,8 @@ def _checked_message(index: int, message: Any) -> dict[str, Any]:
         raise ValueError(f"messages[{index}] must be a dict with role and content, but is {_brief(message)}")
     if message.get("role") not in ROLES:
         raise ValueError(
-            f"messages[{index}]['role'] must be one of {', '.join(ROLES)}, but is {_brief(message.get('role'))}"
+            f"messages[{index}]['role'] must be one of {', '.join(ROLES)}, but is "
+            f"{_brief(message.get('role'))}"
         )
     content = message.get("content")
     if content is None and (message.get("tool_calls") or message.get("function_call")):
@@ -345,7 +348,7 @@ def _checked_message(index: int, message: Any) -> dict[str, Any]:
 
 
 def _checked_content(index: int, content: Any) -> str:
-    """One string, because most templates take no parts, and parts side by side could spell a control token."""
+    """One string, because most templates take no parts, and parts could together spell a control token."""
     parts = [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise ValueError(
@@ -357,7 +360,7 @@ def _checked_content(index: int, content: Any) -> str:
             raise ValueError(
                 f"messages[{index}]['content'] must hold only text parts, but holds {_brief(part)}"
             )
-    return "\n".join(texts)
+    return "\n".join(map(str, texts))
 
 
 def _check_tools(tools: Any) -> None:
@@ -368,7 +371,7 @@ def _check_tools(tools: Any) -> None:
 
 
 def _keys(value: Any) -> Iterator[Any]:
-    """Every key of nested dicts and lists; without recursion, since a request may nest as deep as it likes."""
+    """Every key of nested dicts and lists; no recursion, since a request may nest as deep as it likes."""
     waiting = [value]
     while waiting:
         current = waiting.pop()
@@ -424,7 +427,8 @@ _DEEPSEEK_V3 = PreTokenizer(
     splits=(
         r"\p{N}{1,3}",
         "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-        rf"{_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+        rf"{_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
     )
 )
 
@@ -459,7 +463,8 @@ class Vocabulary:
         object.__setattr__(self, "ids", {token: token_id for token_id, token in enumerate(self.tokens)})
         if len(self.types) != len(self.tokens):
             raise ValueError(
-                f"{self.path} must give a type for each of its {len(self.tokens)} tokens, but gives {len(self.types)}"
+                f"{self.path} must give a type for each of its {len(self.tokens)} tokens, but gives "
+                f"{len(self.types)}; convert it again"
             )
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -540,14 +545,14 @@ def _pre_tokenizer(vocabulary: Vocabulary) -> PreTokenizer:
     name = vocabulary.get("pre")
     if name not in PRE_TOKENIZERS:
         raise ValueError(
-            f"tokenizer.ggml.pre of {vocabulary.path} must be one of {', '.join(PRE_TOKENIZERS)}, but is {name!r}; "
-            "use the model's tokenizer.json instead, since a guess would cut words wrongly"
+            f"tokenizer.ggml.pre of {vocabulary.path} must be one of {', '.join(PRE_TOKENIZERS)}, but is "
+            f"{name!r}; use the model's tokenizer.json instead, since a guess would cut words wrongly"
         )
     return PRE_TOKENIZERS[name]
 
 
 def _sentencepiece_backend(vocabulary: Vocabulary) -> Backend:
-    """Llama 2's tokenizer.json, rebuilt: spaces spelled as U+2581, one before the text, unknown text as bytes."""
+    """Llama 2's tokenizer.json, rebuilt: spaces spelled U+2581, one before the text, the unknown as bytes."""
     model = models.BPE(
         vocab=vocabulary.ids,
         merges=_merges_by_score(vocabulary),
@@ -566,7 +571,7 @@ def _sentencepiece_backend(vocabulary: Vocabulary) -> Backend:
 
 
 def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """SentencePiece joins the two neighbours whose union scores best: every cut of every token, best union first."""
+    """SentencePiece joins the neighbours whose union scores best: every cut of every token, best first."""
     scores = vocabulary.get("scores")
     if scores is None or len(scores) != len(vocabulary.tokens):
         raise ValueError(

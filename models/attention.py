@@ -201,30 +201,30 @@ def read_chunk(
     cache: LayerCache, table: jax.Array, chunk: jax.Array, geometry: CacheGeometry, rank: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Chunk number `chunk` of a request, raised to float32: keys [K, D, S], values [K, S, D], positions [S]."""
-    size = geometry.chunk_slots_per_block
+    size, blocks = geometry.chunk_slots_per_block, geometry.chunk_blocks
     pieces = geometry.slots // size  # chunks per block where a block is long
-    keys, values, positions = [], [], []
-    for block in range(geometry.chunk_blocks):
-        index = chunk // pieces if pieces > 1 else chunk * geometry.chunk_blocks + block
-        first = (chunk % pieces) * size
-        block_id = jnp.maximum(table[index], 0)
-        keys.append(_slots(cache.keys, block_id, first, size, axis=4))
-        values.append(_slots(cache.values, block_id, first, size, axis=3))
-        positions.append(geometry.position(index, rank, first + jnp.arange(size)))
+    index = chunk // pieces * blocks + jnp.arange(blocks)
+    first = chunk % pieces * size
+    ids = jnp.maximum(table[index], 0)
+    keys = _slots(cache.keys, ids, first, size, axis=4)  # [blocks, K, D, size]
+    values = _slots(cache.values, ids, first, size, axis=3)  # [blocks, K, size, D]
+    positions = geometry.position(index[:, None], rank, first + jnp.arange(size)[None, :])
+    kv_heads, head_dim = keys.shape[1:3]
     return (
-        decode(jnp.concatenate(keys, axis=2)),
-        decode(jnp.concatenate(values, axis=1)),
-        jnp.concatenate(positions),
+        decode(keys.transpose(1, 2, 0, 3).reshape(kv_heads, head_dim, -1)),
+        decode(values.transpose(1, 0, 2, 3).reshape(kv_heads, -1, head_dim)),
+        positions.reshape(-1),
     )
 
 
-def _slots(stored: jax.Array, block_id: jax.Array, first: jax.Array, size: int, axis: int) -> jax.Array:
-    """`size` slots of one block; the stored array [N, 1, K, ...] has its slots along `axis`."""
-    starts = [block_id] + [jnp.zeros_like(block_id)] * (stored.ndim - 1)
-    starts[axis] = first.astype(block_id.dtype)
+def _slots(stored: jax.Array, ids: jax.Array, first: jax.Array, size: int, axis: int) -> jax.Array:
+    """`size` slots, from `first` on, of blocks `ids` of one device's array [N, 1, K, ...] with slots along `axis`."""
+    if ids.shape[0] > 1:  # short blocks are read whole
+        return stored[ids, 0]
+    starts = [ids[0], *[jnp.zeros_like(first)] * (stored.ndim - 1)]
     sizes = [1, *stored.shape[1:]]
-    sizes[axis] = size
-    return jax.lax.dynamic_slice(stored, starts, sizes)[0, 0]
+    starts[axis], sizes[axis] = first, size
+    return jax.lax.dynamic_slice(stored, starts, sizes)[:, 0]
 
 
 def paged_partial_gathered(

@@ -41,12 +41,7 @@ class Layout:
 def make_mesh(layout: Layout, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Lay the first `tensor_parallel_size` devices out as `(tp, dcp)`; neighbours share a dcp group."""
     chosen = list(jax.devices() if devices is None else devices)[: layout.devices]
-    if len(chosen) < layout.devices:
-        raise ValueError(
-            f"tensor_parallel_size must be at most the number of devices, but is {layout.devices} "
-            f"and JAX sees {len(chosen)}; use tensor_parallel_size={len(chosen)}, or on CPU run "
-            f'jax.config.update("jax_num_cpu_devices", {layout.devices}) before anything else uses JAX'
-        )
+    assert len(chosen) == layout.devices, f"{layout.devices} devices wanted, {len(chosen)} given"
     axis_types = (AxisType.Auto, AxisType.Auto)  # stated: the default of make_mesh is Explicit
     return jax.make_mesh((layout.tp, layout.dcp), (TP, DCP), axis_types=axis_types, devices=chosen)
 

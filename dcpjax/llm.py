@@ -1,0 +1,405 @@
+"""The library's face: prompts in, text out. Joins tokenizer, engine and text; holds no arrays of its own."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from dcpjax.config import EngineConfig
+from dcpjax.engine import Engine, NewToken
+from dcpjax.model_files import ModelFiles, open_model
+from dcpjax.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
+from dcpjax.progress import bar
+from dcpjax.request import Request
+from dcpjax.runner import Runner
+from dcpjax.sampling_params import SamplingParams, check_option_names
+from dcpjax.text import TextStream
+from dcpjax.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: a folder in Hugging Face form, a .gguf file, a known alias such as "smollm2-135m", or a hub id.
+        progress: show progress bars on a terminal.
+        options: see `EngineConfig`.
+
+    Raises:
+        ValueError: an unknown option, an illegal layout or a model that cannot be read, before weights are read.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], *, progress: bool = True, **options: Any) -> None:
+        self.engine_config = EngineConfig.from_options(options)
+        self.files: ModelFiles = open_model(model)
+        self.tokenizer: Tokenizer | None = self.files.tokenizer()
+        self.progress = progress
+        self.runner = Runner(self.files, self.engine_config, progress=progress)
+        sizes = self.runner.sizes
+        self.engine = Engine(
+            self.runner,
+            num_blocks=sizes.num_blocks,
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+        )
+        self._eos_token_ids = _eos_token_ids(self.files, self.tokenizer)
+        self._added = 0
+        self._active: dict[int, _Completion] = {}
+
+    def __repr__(self) -> str:
+        layout, sizes = self.runner.layout, self.runner.sizes
+        return (
+            f"LLM({str(self.files.path)!r}, tp={layout.tp} x dcp={layout.dcp}, {self.runner.dtype}, "
+            f"cache {sizes.num_blocks * self.runner.geometry.block_size} tokens)"
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        return self.runner.sizes.max_model_len
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json asks for, on top of the defaults."""
+        config = self.files.generation_config
+        if not config.get("do_sample", False):
+            return SamplingParams()
+        names = {"temperature", "top_p", "top_k", "min_p"}
+        return SamplingParams(**{name: config[name] for name in names if config.get(name) is not None})
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; one result each, in the order given.
+
+        A prompt is a string, a list of token ids, or {"prompt": str} or {"prompt_token_ids": list[int]}. One that
+        cannot be run gives a result whose completions have `finish_reason="error"`; the others are not disturbed.
+
+        Raises:
+            ValueError: `sampling_params` is a list of another length than `prompts`.
+        """
+        return self._collect(self._jobs(prompts, sampling_params), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, through the checkpoint's own chat template."""
+        jobs = self._chat_jobs(
+            messages, sampling_params, tools, add_generation_prompt and not continue_final_message, continue_final_message
+        )
+        return self._collect(jobs, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamEvent]:
+        """Yield text as it becomes certain. Closing the generator ends its requests and frees their blocks."""
+        return self._run(self._jobs(prompts, sampling_params))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Iterator[StreamEvent]:
+        """`chat`, as a stream."""
+        return self._run(self._chat_jobs(messages, sampling_params, tools, True, False))
+
+    # --- from prompts to jobs
+
+    def _jobs(self, prompts: Any, sampling_params: Any) -> list["_Job"]:
+        listed = _listed_prompts(prompts)
+        return [
+            self._job(index, prompt, params)
+            for index, (prompt, params) in enumerate(zip(listed, self._params(sampling_params, len(listed)), strict=True))
+        ]
+
+    def _chat_jobs(
+        self, messages: Any, sampling_params: Any, tools: Any, generation_prompt: bool, continue_final: bool
+    ) -> list["_Job"]:
+        if self.tokenizer is None:
+            raise ValueError("chat must have a tokenizer, but the model has none; use generate with token ids")
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        jobs = []
+        for index, (conversation, params) in enumerate(
+            zip(conversations, self._params(sampling_params, len(conversations)), strict=True)
+        ):
+            try:
+                ids: Any = self.tokenizer.apply_chat_template(
+                    conversation,
+                    tools=tools,
+                    add_generation_prompt=generation_prompt,
+                    continue_final_message=continue_final,
+                )
+                jobs.append(self._job(index, {"prompt_token_ids": ids}, params))
+            except ValueError as error:
+                jobs.append(_Job(index, None, [], params, str(error)))
+        return jobs
+
+    def _params(self, given: Any, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.get_default_sampling_params()] * count
+        if len(given) != count:
+            raise ValueError(f"sampling_params must be one or as many as the {count} prompts, but are {len(given)}")
+        return list(given)
+
+    def _job(self, index: int, prompt: Any, params: SamplingParams) -> "_Job":
+        """Tokenise and check one prompt; what is wrong with it becomes the job's error."""
+        try:
+            text, ids = self._encode(prompt)
+            self._check_length(ids)
+        except ValueError as error:
+            return _Job(index, prompt if isinstance(prompt, str) else None, [], params, str(error))
+        return _Job(index, text, ids, params)
+
+    def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("a text prompt needs a tokenizer, but the model has none; give token ids")
+            return prompt, self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
+            raise ValueError(f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}")
+        return None, [_token_id(token, self.runner.config.vocab_size) for token in prompt]
+
+    def _check_length(self, ids: list[int]) -> None:
+        if not ids:
+            raise ValueError("a prompt must hold at least one token, but is empty")
+        if len(ids) >= self.max_model_len:
+            raise ValueError(
+                f"a prompt must hold at most {self.max_model_len - 1} tokens (max_model_len={self.max_model_len} "
+                f"leaves one to generate), but holds {len(ids)}"
+            )
+
+    # --- running jobs
+
+    def _collect(self, jobs: list["_Job"], use_tqdm: bool) -> list[RequestOutput]:
+        shown = use_tqdm and self.progress
+        with bar(description="generating", total=len(jobs), shown=shown) as meter:
+            tokens, started = 0, time.monotonic()
+            for event in self._run(jobs):
+                tokens += len(event.token_ids)
+                if event.finish_reason and jobs[event.prompt_index].output.finished:
+                    meter.set_postfix_str(f"{tokens / (time.monotonic() - started):.1f} tokens/s", refresh=False)
+                    meter.update()
+        return [job.output for job in jobs]
+
+    def _run(self, jobs: list["_Job"]) -> Iterator[StreamEvent]:
+        """Drive the engine until these jobs are done; others' tokens go to their own queues."""
+        try:
+            for job in jobs:
+                self._start(job)
+            while True:
+                for job in jobs:
+                    yield from job.drain()
+                if all(job.output.finished for job in jobs):
+                    return
+                self._advance()
+        finally:
+            self._abandon(jobs)
+
+    def _advance(self) -> None:
+        for news in self.engine.step():
+            completion = self._active.get(news.request.number)
+            if completion is not None:
+                self._deliver(completion, news)
+
+    def _deliver(self, completion: "_Completion", news: NewToken) -> None:
+        if completion.append(news):
+            self.engine.end(news.request)
+        if completion.output.finish_reason:
+            del self._active[news.request.number]
+
+    def _start(self, job: "_Job") -> None:
+        if job.error is not None:
+            job.fail(job.error)
+            return
+        for index in range(job.params.n):
+            completion = job.completion(index, self._request(job, index), self._stream(job.params))
+            try:
+                self.engine.add(completion.request)
+            except ValueError as error:
+                completion.fail(str(error))
+            else:
+                self._active[completion.request.number] = completion
+
+    def _abandon(self, jobs: list["_Job"]) -> None:
+        """Free what unfinished jobs hold; after an interrupted step, see to the cache."""
+        numbers = {completion.request.number for job in jobs for completion in job.completions}
+        left = [self._active.pop(number) for number in numbers & self._active.keys()]
+        for completion in left:
+            self.engine.end(completion.request)
+            completion.abort()
+        if left:
+            self.engine.recover()
+
+    def _request(self, job: "_Job", index: int) -> Request:
+        number, self._added = self._added, self._added + 1
+        params, room = job.params, self.max_model_len - len(job.prompt_token_ids)
+        ends = set(params.stop_tokens) | (set() if params.ignore_eos else self._eos_token_ids)
+        assert job.output.metrics is not None
+        return Request(
+            number=number,
+            prompt_token_ids=job.prompt_token_ids,
+            params=params,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            seed=_seed(params, index, self.engine_config.seed, number),
+            end_token_ids=frozenset(ends),
+            metrics=job.output.metrics if params.n == 1 else RequestMetrics(job.output.metrics.arrival_time),
+        )
+
+    def _stream(self, params: SamplingParams) -> TextStream:
+        detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(params.skip_special_tokens)
+        return TextStream(detokenizer, params)
+
+
+class _Job:
+    """One prompt of a call: its result, filled as its completions advance, and events not yet given out."""
+
+    def __init__(
+        self, index: int, prompt: str | None, ids: list[int], params: SamplingParams, error: str | None = None
+    ) -> None:
+        self.index, self.prompt_token_ids, self.params, self.error = index, ids, params, error
+        self.completions: list[_Completion] = []
+        self.events: deque[StreamEvent] = deque()
+        self.output = RequestOutput(str(index), prompt, ids, metrics=RequestMetrics(time.monotonic()))
+
+    def completion(self, index: int, request: Request, stream: TextStream) -> "_Completion":
+        made = _Completion(self, index, request, stream)
+        self.completions.append(made)
+        self.output.outputs.append(made.output)
+        return made
+
+    def fail(self, message: str) -> None:
+        """Give every completion the error, without running any."""
+        for index in range(self.params.n):
+            self.output.outputs.append(CompletionOutput(index, "", [], "error", error=message))
+            self.events.append(StreamEvent(self.index, index, "", [], "error", error=message))
+        self.output.finished = True
+
+    def note(self, event: StreamEvent) -> None:
+        self.events.append(event)
+        self.output.finished = len(self.output.outputs) == self.params.n and all(
+            output.finish_reason for output in self.output.outputs
+        )
+
+    def drain(self) -> Iterator[StreamEvent]:
+        while self.events:
+            yield self.events.popleft()
+
+
+class _Completion:
+    """One of a prompt's completions while it runs."""
+
+    def __init__(self, job: _Job, index: int, request: Request, stream: TextStream) -> None:
+        self.job, self.request, self.stream = job, request, stream
+        self.output = CompletionOutput(index, "", [])
+
+    def append(self, news: NewToken) -> bool:
+        """Take a new token. True if its text completed a stop string, so that the engine must end the request."""
+        text = ""
+        if news.token is not None:
+            self.output.token_ids.append(news.token)
+            text = "" if self._is_hidden_stop(news) else self.stream.append(news.token)
+        ended = self.request.finish_reason is not None
+        if ended:
+            text += self.stream.finish()
+        stopped_by_text = self.stream.stopped and self.request.finish_reason != "error"
+        if stopped_by_text:
+            self.request.finish("stop", self.stream.stop_reason)
+        self._note(text, [] if news.token is None else [news.token])
+        return stopped_by_text and not ended
+
+    def fail(self, message: str) -> None:
+        self.request.finish("error", error=message)
+        self._note("", [])
+
+    def abort(self) -> None:
+        self._note(self.stream.finish(), [])
+
+    def _is_hidden_stop(self, news: NewToken) -> bool:
+        """A token that ended the request shows in the text only if the user asked for it."""
+        by_token = self.request.finish_reason == "stop"
+        return by_token and not self.request.params.include_stop_str_in_output
+
+    def _note(self, text: str, token_ids: list[int]) -> None:
+        request, output = self.request, self.output
+        output.text += text
+        output.finish_reason, output.stop_reason, output.error = (
+            request.finish_reason,
+            request.stop_reason,
+            request.error,
+        )
+        self.job.note(
+            StreamEvent(
+                self.job.index, output.index, text, token_ids, request.finish_reason, request.stop_reason, request.error
+            )
+        )
+
+
+def generate(model: str | os.PathLike[str], prompts: Prompt | Sequence[Prompt], **options: Any) -> list[RequestOutput]:
+    """Load a model, complete the prompts and return one result each.
+
+    `options` are those of `EngineConfig` and of `SamplingParams`; an unknown one is refused by name.
+    """
+    engine_names = [field.name for field in fields(EngineConfig)]
+    sampling_names = [field.name for field in fields(SamplingParams)]
+    check_option_names(options, [*engine_names, *sampling_names])
+    sampling = {name: value for name, value in options.items() if name in sampling_names and name not in engine_names}
+    params = SamplingParams(**sampling, seed=options.get("seed")) if sampling or "seed" in options else None
+    llm = LLM(model, **{name: value for name, value in options.items() if name in engine_names})
+    return llm.generate(prompts, params)
+
+
+def _listed_prompts(prompts: Any) -> list[Any]:
+    """One prompt or several -> several. A flat list of integers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(entry, int | np.integer) for entry in listed):
+        return [listed]
+    return listed
+
+
+def _token_id(token: Any, vocab_size: int) -> int:
+    if not isinstance(token, int | np.integer) or isinstance(token, bool):
+        raise ValueError(f"token ids must be integers, but one is {token!r}")
+    if not 0 <= token < vocab_size:
+        raise ValueError(f"token ids must be in [0, {vocab_size - 1}], but one is {token}")
+    return int(token)
+
+
+def _seed(params: SamplingParams, index: int, engine_seed: int, number: int) -> int:
+    """64 bits: the request's own seed plus the completion's index, or drawn from the engine's seed."""
+    if params.seed is not None:
+        return (params.seed + index) % 2**64
+    high, low = np.random.SeedSequence([engine_seed % 2**64, number]).generate_state(2)
+    return int(high) << 32 | int(low)
+
+
+def _eos_token_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> set[int]:
+    """generation_config.json's, else config.json's, else the tokenizer's."""
+    fallback = None if tokenizer is None else tokenizer.eos_token_id
+    for found in (files.generation_config.get("eos_token_id"), files.config.get("eos_token_id"), fallback):
+        if found is not None:
+            return set(found) if isinstance(found, list) else {found}
+    return set()

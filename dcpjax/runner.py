@@ -1,0 +1,179 @@
+"""A model on its mesh: weights, cache and compiled step. Runs what the scheduler chose, returns sampled ids.
+
+Knows arrays and batches; knows nothing about queues or text.
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcpjax.batch import Shapes, build
+from dcpjax.config import EngineConfig
+from dcpjax.devices import ensure_devices, keep_compiled_programs
+from dcpjax.models.attention import Runtime
+from dcpjax.models.config import FAMILIES, ModelConfig, from_hf
+from dcpjax.models.kv_cache import CacheGeometry, storage_dtype
+from dcpjax.model_files import ModelFiles
+from dcpjax.progress import bar
+from dcpjax.scheduler import Scheduled
+from dcpjax.sharding import arrays
+from dcpjax.sharding.arrays import is_spec
+from dcpjax.sharding.mesh import Layout, check_layout, make_mesh
+from dcpjax.sharding.rules import Placement, Rules
+from dcpjax.step import compile_on_demand, run_step
+from dcpjax.weights import dummy_weights, load_weights
+
+CPU_CACHE_BYTES = 2**30  # default cache of all virtual CPU devices together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the engine may hold, resolved from the user's choice, the model and the memory."""
+
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class Runner:
+    """Loads a model onto the mesh and runs steps on it."""
+
+    def __init__(self, files: ModelFiles, engine: EngineConfig, *, progress: bool = False) -> None:
+        self.config = from_hf(files.config)
+        layout = Layout(
+            tensor_parallel_size=engine.tensor_parallel_size,
+            decode_context_parallel_size=engine.decode_context_parallel_size,
+        )
+        check_layout(layout, self.config.num_heads, self.config.num_kv_heads)
+        ensure_devices(layout.devices)
+        keep_compiled_programs(engine.compilation_cache)
+        self.layout, self.progress = layout, progress
+        self.model: ModuleType = importlib.import_module(f"dcpjax.models.{FAMILIES[self.config.family]}")
+        self.runtime = _runtime(layout, engine)
+        self.platform = self.place.mesh.devices.flat[0].platform
+        self.dtype = resolve_dtype(engine.dtype, self.config)
+        self.weights = self._weights(files, engine)
+        self.sizes = self._sizes(engine)
+        self.cache = self._empty_cache()
+        self.shapes = Shapes(
+            max_rows=self.sizes.max_num_seqs,
+            max_tokens=self.sizes.max_num_batched_tokens,
+            table_width=self._table_width(),
+        )
+        self._step = compile_on_demand(run_step, self.model, self.config, self.runtime, self.cache)
+        self._compiled: set[tuple[int, ...]] = set()
+
+    @property
+    def place(self) -> Placement:
+        return self.runtime.place
+
+    @property
+    def geometry(self) -> CacheGeometry:
+        return self.runtime.geometry
+
+    def run(self, step: Sequence[Scheduled]) -> tuple[np.ndarray, np.ndarray]:
+        """Run one step: next token int32 [R] and whether its logits were finite bool [R], in the order of `step`."""
+        batch = build(step, self.shapes, self.geometry)
+        shape = tuple(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
+        if shape in self._compiled:
+            output, self.cache = self._step(self.weights, self.cache, batch)
+        else:
+            with bar(description=f"compiling for {batch.tokens.size} tokens", total=1, shown=self.progress):
+                output, self.cache = self._step(self.weights, self.cache, batch)
+            self._compiled.add(shape)
+        tokens, finite = jax.device_get((output.tokens, output.finite))
+        return tokens, finite
+
+    def restore_cache(self) -> bool:
+        """Make an empty cache if a failed step has used up the donated one; True if it had to."""
+        lost = any(array.is_deleted() for array in jax.tree.leaves(self.cache))
+        if lost:
+            self.cache = self._empty_cache()
+        return lost
+
+    def _weights(self, files: ModelFiles, engine: EngineConfig) -> Any:
+        specs = self.model.weight_specs(self.config, self.layout, self.dtype)
+        if engine.load_format == "dummy":
+            return dummy_weights(specs, self.place, engine.seed)
+        names = self.model.weight_names(self.config)
+        return load_weights(specs, names, files.tensors(), self.place, progress=self.progress)
+
+    def _empty_cache(self) -> Any:
+        specs = self._cache_specs(self.sizes.num_blocks)
+        return jax.tree.map(lambda spec: arrays.zeros(spec, self.place), specs, is_leaf=is_spec)
+
+    def _cache_specs(self, num_blocks: int) -> Any:
+        dtype = storage_dtype(self.kv_dtype, self.platform)
+        return self.model.cache_specs(self.config, self.layout, num_blocks, self.geometry.slots, dtype)
+
+    def _sizes(self, engine: EngineConfig) -> Sizes:
+        self.kv_dtype = self.dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
+        budget = engine.kv_cache_memory_bytes or self._default_cache_bytes(engine)
+        num_blocks = count_blocks(budget, self.block_bytes_per_device(), self.geometry)
+        capacity = num_blocks * self.geometry.block_size
+        limit = self.config.max_position_embeddings
+        if engine.max_model_len is not None and engine.max_model_len > min(limit, capacity):
+            which = f"the model's {limit} positions" if limit <= capacity else (
+                f"the KV cache of {capacity} tokens ({budget} bytes per device; raise kv_cache_memory_bytes)"
+            )
+            raise ValueError(
+                f"max_model_len must be at most {which}, but is {engine.max_model_len}; use {min(limit, capacity)}"
+            )
+        return Sizes(
+            num_blocks=num_blocks,
+            max_model_len=engine.max_model_len or min(limit, capacity),
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens or (512 if self.platform == "cpu" else 2048),
+        )
+
+    def block_bytes_per_device(self) -> int:
+        """Bytes that one block takes on each device, over all layers, copies of KV heads included."""
+        total = sum(spec.nbytes() for spec in jax.tree.leaves(self._cache_specs(1), is_leaf=is_spec))
+        return total // self.layout.devices
+
+    def _default_cache_bytes(self, engine: EngineConfig) -> int:
+        device = self.place.mesh.devices.flat[0]
+        stats = device.memory_stats() if self.platform != "cpu" else None
+        if not stats:
+            return CPU_CACHE_BYTES // self.layout.devices
+        return int(stats["bytes_limit"] * engine.gpu_memory_utilization) - stats["bytes_in_use"]
+
+    def _table_width(self) -> int:
+        """W: blocks of the longest request, rounded up to whole chunks."""
+        blocks = self.geometry.blocks(self.sizes.max_model_len)
+        return -(-blocks // self.geometry.chunk_blocks) * self.geometry.chunk_blocks
+
+
+def count_blocks(budget: int, block_bytes: int, geometry: CacheGeometry) -> int:
+    """Whole blocks in `budget` bytes. Raises ValueError if there is not even one."""
+    if budget < block_bytes:
+        raise ValueError(
+            f"kv_cache_memory_bytes must hold at least one block of {geometry.block_size} tokens "
+            f"({block_bytes} bytes per device), but is {budget}; use {block_bytes} or a smaller block_size"
+        )
+    return budget // block_bytes
+
+
+def resolve_dtype(choice: str, config: ModelConfig) -> str:
+    """The weights' dtype: the user's choice, or the checkpoint's with float16 read as bfloat16."""
+    if choice != "auto":
+        return choice
+    return "float32" if config.dtype == "float32" else "bfloat16"
+
+
+def _runtime(layout: Layout, engine: EngineConfig) -> Runtime:
+    return Runtime(
+        place=Placement(make_mesh(layout), Rules.for_attention(replicate_q=engine.dcp_replicate_q)),
+        geometry=CacheGeometry(
+            block_size=engine.block_size, dcp=layout.dcp, interleave=engine.cp_kv_cache_interleave_size
+        ),
+        dcp_comm_backend=engine.dcp_comm_backend,
+        dcp_replicate_q=engine.dcp_replicate_q,
+    )
