@@ -301,10 +301,11 @@ class GGUFSource:
         if tensor.type in PLAIN_TYPES:
             return self._values(tensor, rows)
         key = (tensor.name, *((part.start, part.stop, part.step) for part in asked))
-        if self._last_rows is None or self._last_rows[0] != key:
-            self._last_rows = None  # Freed before its successor is made: at most one is held.
-            self._last_rows = (key, self._values(tensor, rows))
-        return self._last_rows[1]
+        last = self._last_rows
+        if last is None or last[0] != key:
+            last = self._last_rows = None  # Freed before its successor is made: at most one is held.
+            last = self._last_rows = (key, self._values(tensor, rows))
+        return last[1]
 
     def _values(self, tensor: GGUFTensor, rows: tuple[Any, ...]) -> np.ndarray:
         raw = self._raw(tensor)[rows]

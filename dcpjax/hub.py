@@ -52,8 +52,8 @@ def resolve_model(model: str | os.PathLike[str], cache_dir: Path | None = None) 
     `cache_dir` replaces `cache_folder()`; hub ids go to Hugging Face's own cache unless it is given.
     Raises ValueError if nothing of that name can be had.
     """
-    name, path = os.fspath(model), Path(model).expanduser()
-    if name and path.exists():
+    name, path = os.fspath(model), Path(os.path.expanduser(model))
+    if os.path.exists(name and path):  # False for a name too long or odd to be a path.
         return _checked_path(path)
     if name in ALIASES:
         return _alias_file(name, cache_dir or cache_folder())
@@ -188,8 +188,8 @@ def _check_sha256(path: Path, expected: str) -> None:
         found = _sha256(file)
     if found != expected:
         raise ValueError(
-            f"{path.name} must have SHA-256 {expected}, but has {found}; nothing of it was kept: try again, or "
-            "see what changes your downloads, since it is not the file that this version of dcpjax trusts"
+            f"{path.name} must have SHA-256 {expected}, but has {found}; "
+            "nothing of it was kept: try again, or see what changes your downloads"
         )
 
 

@@ -101,7 +101,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the checkpoint's own chat template."""
         jobs = self._chat_jobs(
-            messages, sampling_params, tools, add_generation_prompt and not continue_final_message, continue_final_message
+            messages,
+            sampling_params,
+            tools,
+            add_generation_prompt and not continue_final_message,
+            continue_final_message,
         )
         return self._collect(jobs, use_tqdm)
 
@@ -129,14 +133,18 @@ class LLM:
         listed = _listed_prompts(prompts)
         return [
             self._job(index, prompt, params)
-            for index, (prompt, params) in enumerate(zip(listed, self._params(sampling_params, len(listed)), strict=True))
+            for index, (prompt, params) in enumerate(
+                zip(listed, self._params(sampling_params, len(listed)), strict=True)
+            )
         ]
 
     def _chat_jobs(
         self, messages: Any, sampling_params: Any, tools: Any, generation_prompt: bool, continue_final: bool
     ) -> list["_Job"]:
         if self.tokenizer is None:
-            raise ValueError("chat must have a tokenizer, but the model has none; use generate with token ids")
+            raise ValueError(
+                "chat must have a tokenizer, but the model has none; use generate with token ids"
+            )
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         jobs = []
         for index, (conversation, params) in enumerate(
@@ -158,7 +166,9 @@ class LLM:
         if given is None or isinstance(given, SamplingParams):
             return [given or self.get_default_sampling_params()] * count
         if len(given) != count:
-            raise ValueError(f"sampling_params must be one or as many as the {count} prompts, but are {len(given)}")
+            raise ValueError(
+                f"sampling_params must be one or as many as the {count} prompts, but are {len(given)}"
+            )
         return list(given)
 
     def _job(self, index: int, prompt: Any, params: SamplingParams) -> "_Job":
@@ -178,7 +188,9 @@ class LLM:
                 raise ValueError("a text prompt needs a tokenizer, but the model has none; give token ids")
             return prompt, self.tokenizer.encode(prompt)
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
-            raise ValueError(f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}")
+            raise ValueError(
+                f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}"
+            )
         return None, [_token_id(token, self.runner.config.vocab_size) for token in prompt]
 
     def _check_length(self, ids: list[int]) -> None:
@@ -199,7 +211,9 @@ class LLM:
             for event in self._run(jobs):
                 tokens += len(event.token_ids)
                 if event.finish_reason and jobs[event.prompt_index].output.finished:
-                    meter.set_postfix_str(f"{tokens / (time.monotonic() - started):.1f} tokens/s", refresh=False)
+                    meter.set_postfix_str(
+                        f"{tokens / (time.monotonic() - started):.1f} tokens/s", refresh=False
+                    )
                     meter.update()
         return [job.output for job in jobs]
 
@@ -268,7 +282,9 @@ class LLM:
         )
 
     def _stream(self, params: SamplingParams) -> TextStream:
-        detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(params.skip_special_tokens)
+        detokenizer = (
+            None if self.tokenizer is None else self.tokenizer.detokenizer(params.skip_special_tokens)
+        )
         return TextStream(detokenizer, params)
 
 
@@ -351,12 +367,20 @@ class _Completion:
         )
         self.job.note(
             StreamEvent(
-                self.job.index, output.index, text, token_ids, request.finish_reason, request.stop_reason, request.error
+                self.job.index,
+                output.index,
+                text,
+                token_ids,
+                request.finish_reason,
+                request.stop_reason,
+                request.error,
             )
         )
 
 
-def generate(model: str | os.PathLike[str], prompts: Prompt | Sequence[Prompt], **options: Any) -> list[RequestOutput]:
+def generate(
+    model: str | os.PathLike[str], prompts: Prompt | Sequence[Prompt], **options: Any
+) -> list[RequestOutput]:
     """Load a model, complete the prompts and return one result each.
 
     `options` are those of `EngineConfig` and of `SamplingParams`; an unknown one is refused by name.
@@ -364,7 +388,9 @@ def generate(model: str | os.PathLike[str], prompts: Prompt | Sequence[Prompt], 
     engine_names = [field.name for field in fields(EngineConfig)]
     sampling_names = [field.name for field in fields(SamplingParams)]
     check_option_names(options, [*engine_names, *sampling_names])
-    sampling = {name: value for name, value in options.items() if name in sampling_names and name not in engine_names}
+    sampling = {
+        name: value for name, value in options.items() if name in sampling_names and name not in engine_names
+    }
     params = SamplingParams(**sampling, seed=options.get("seed")) if sampling or "seed" in options else None
     llm = LLM(model, **{name: value for name, value in options.items() if name in engine_names})
     return llm.generate(prompts, params)

@@ -17,8 +17,8 @@ class Status(enum.Enum):
 class Request:
     """A prompt, what has been generated for it and how far the cache has come.
 
-        prompt_token_ids        | output_token_ids
-        computed ......... | pending ..........     `num_computed` splits what the cache holds from what it lacks
+    prompt_token_ids        | output_token_ids
+    computed ......... | pending ..........     `num_computed` splits what the cache holds from what it lacks
     """
 
     number: int  # order of arrival; also the owner of its blocks
@@ -47,8 +47,13 @@ class Request:
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids at positions start .. stop-1."""
         prompt = len(self.prompt_token_ids)
-        return self.prompt_token_ids[start:stop] + self.output_token_ids[max(0, start - prompt) : max(0, stop - prompt)]
+        return (
+            self.prompt_token_ids[start:stop]
+            + self.output_token_ids[max(0, start - prompt) : max(0, stop - prompt)]
+        )
 
-    def finish(self, reason: FinishReason, stop_reason: str | int | None = None, error: str | None = None) -> None:
+    def finish(
+        self, reason: FinishReason, stop_reason: str | int | None = None, error: str | None = None
+    ) -> None:
         self.status = Status.FINISHED
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error

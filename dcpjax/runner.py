@@ -120,8 +120,12 @@ class Runner:
         capacity = num_blocks * self.geometry.block_size
         limit = self.config.max_position_embeddings
         if engine.max_model_len is not None and engine.max_model_len > min(limit, capacity):
-            which = f"the model's {limit} positions" if limit <= capacity else (
-                f"the KV cache of {capacity} tokens ({budget} bytes per device; raise kv_cache_memory_bytes)"
+            which = (
+                f"the model's {limit} positions"
+                if limit <= capacity
+                else (
+                    f"the KV cache of {capacity} tokens ({budget} bytes per device; raise kv_cache_memory_bytes)"
+                )
             )
             raise ValueError(
                 f"max_model_len must be at most {which}, but is {engine.max_model_len}; use {min(limit, capacity)}"

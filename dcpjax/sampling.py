@@ -36,7 +36,11 @@ class SamplingBatch:
 
     @classmethod
     def build(cls, requests: Sequence[Request], rows: int) -> "SamplingBatch":
-        temperature, top_p, min_p = np.zeros(rows, np.float32), np.ones(rows, np.float32), np.zeros(rows, np.float32)
+        temperature, top_p, min_p = (
+            np.zeros(rows, np.float32),
+            np.ones(rows, np.float32),
+            np.zeros(rows, np.float32),
+        )
         top_k, generated = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         seed = np.zeros((rows, 2), np.uint32)
         banned = np.full((rows, _banned_width(requests)), -1, np.int32)
@@ -80,7 +84,9 @@ def _ban(logits: jax.Array, banned: jax.Array) -> jax.Array:
 
 def _draw(logits: jax.Array, options: SamplingBatch) -> jax.Array:
     scaled = logits / jnp.where(options.temperature > 0, options.temperature, 1.0)[:, None]
-    scaled = jnp.where(scaled < jnp.max(scaled, axis=-1, keepdims=True) + _log(options.min_p)[:, None], -jnp.inf, scaled)
+    scaled = jnp.where(
+        scaled < jnp.max(scaled, axis=-1, keepdims=True) + _log(options.min_p)[:, None], -jnp.inf, scaled
+    )
     noise = jax.vmap(_noise, in_axes=(0, 0, None))(options.seed, options.generated, logits.shape[1])
     sorts = jnp.any((options.top_k > 0) | (options.top_p < 1))
     return jax.lax.cond(sorts, _draw_sorted, _draw_plain, scaled, noise, options)

@@ -201,6 +201,8 @@ class TextRule:
 
     byte_level: bool = False
     byte_fallback: bool = False
+    # The steps after this one see one text, not tokens.
+    fused: bool = False
     replacements: tuple[tuple[str, str], ...] = ()
     prefix: str = ""
     strip_character: str = " "

@@ -48,7 +48,7 @@ class Work:
     positions: jax.Array
     # [N] int32, host: row of the block table that each token belongs to, -1 for padding
     rows: jax.Array
-    # [R, W] int32, host: block ids of each row's request, -1 for padding
+    # [R, W] int32, host: block ids of each row's request, -1 for padding; W a multiple of `chunk_blocks`
     block_table: jax.Array
     # decode tiles of one token, prefill tiles of many: each token is in exactly one tile
     tiles: tuple[Tiles, ...]
@@ -142,9 +142,7 @@ def finish(state: State) -> Partial:
 
 def _batched_dot(left: jax.Array, right: jax.Array) -> jax.Array:
     """[K, A, C] x [K, C, E] -> [K, A, E] in full float32; the batch dimension leads, as XLA's CPU backend needs."""
-    return jax.lax.dot_general(
-        left, right, (((2,), (1,)), ((0,), (0,))), precision=jax.lax.Precision.HIGHEST
-    )
+    return jax.lax.dot_general(left, right, (((2,), (1,)), ((0,), (0,))), precision=jax.lax.Precision.HIGHEST)
 
 
 # --- over the paged cache, per device
@@ -159,15 +157,12 @@ def paged_partial(
     """
     part = Partial(jnp.zeros(q.shape), jnp.full(q.shape[:2], -jnp.inf))
     for tiles in work.tiles:
-        visit = bind(_visit_tile, q=q, cache=cache, work=work, tiles=tiles, geometry=geometry, rank=rank)
-        part = jax.lax.fori_loop(0, tiles.count, visit, part)
+        part = _visit_tiles(part, q, cache, work, tiles, geometry, rank)
     return part
 
 
-def _visit_tile(
-    tile: jax.Array,
+def _visit_tiles(
     part: Partial,
-    *,
     q: jax.Array,
     cache: LayerCache,
     work: Work,
@@ -175,26 +170,51 @@ def _visit_tile(
     geometry: CacheGeometry,
     rank: jax.Array,
 ) -> Partial:
-    start, row = tiles.start[tile], tiles.row[tile]
-    tokens = start + jnp.arange(tiles.size)
-    mine = work.rows.at[tokens].get(mode="fill", fill_value=-1) == row  # a window may overhang its request
-    positions = jnp.where(mine, work.positions.at[tokens].get(mode="fill", fill_value=-1), -1)
-    queries = _group_heads(q.at[tokens].get(mode="fill", fill_value=0.0), cache.keys.shape[2])
-    table = work.block_table[row]
+    """Fill in the tokens of these tiles. A tile's window may overhang its request: the mask sorts that out."""
+    overhang = tiles.size - 1
+    q, positions, rows = _pad(q, overhang), _pad(work.positions, overhang, -1), _pad(work.rows, overhang, -1)
+    part = Partial(_pad(part.out, overhang), _pad(part.lse, overhang))
 
-    def visit_chunk(chunk: jax.Array, state: State) -> State:
-        keys, values, slot_positions = read_chunk(cache, table, chunk, geometry, rank)
-        return fold(state, queries, keys, values, slot_positions[None, :] <= positions[:, None])
+    def visit(tile: jax.Array, part: Partial) -> Partial:
+        start, row = _at(tiles.start, tile), _at(tiles.row, tile)
+        mine = _window(rows, start, tiles.size) == row
+        limits = jnp.where(mine, _window(positions, start, tiles.size), -1)
+        queries = _group_heads(_window(q, start, tiles.size), cache.keys.shape[2])
+        table = _at(work.block_table, row)
 
-    found = _ungroup_heads(
-        finish(jax.lax.fori_loop(0, tiles.chunks[tile], visit_chunk, _empty(queries.shape)))
-    )
-    if tiles.size == 1:
-        return jax.tree.map(
-            lambda whole, own: jax.lax.dynamic_update_slice_in_dim(whole, own, start, 0), part, found
+        def visit_chunk(chunk: jax.Array, state: State) -> State:
+            keys, values, slot_positions = read_chunk(cache, table, chunk, geometry, rank)
+            return fold(state, queries, keys, values, slot_positions[None, :] <= limits[:, None])
+
+        chunks = _at(tiles.chunks, tile)
+        found = _ungroup_heads(finish(jax.lax.fori_loop(0, chunks, visit_chunk, _empty(queries.shape))))
+        if tiles.size > 1:
+            kept = Partial(_window(part.out, start, tiles.size), _window(part.lse, start, tiles.size))
+            found = Partial(
+                jnp.where(mine[:, None, None], found.out, kept.out), jnp.where(mine[:, None], found.lse, kept.lse)
+            )
+        return Partial(
+            jax.lax.dynamic_update_slice_in_dim(part.out, found.out, start, 0),
+            jax.lax.dynamic_update_slice_in_dim(part.lse, found.lse, start, 0),
         )
-    tokens = jnp.where(mine, tokens, q.shape[0])
-    return jax.tree.map(lambda whole, own: whole.at[tokens].set(own, mode="drop"), part, found)
+
+    part = jax.lax.fori_loop(0, tiles.count, visit, part)
+    tokens = work.positions.shape[0]
+    return Partial(part.out[:tokens], part.lse[:tokens])
+
+
+def _pad(x: jax.Array, count: int, value: float = 0) -> jax.Array:
+    """`count` more entries at the end of the first axis."""
+    return x if count == 0 else jnp.pad(x, ((0, count), *((0, 0),) * (x.ndim - 1)), constant_values=value)
+
+
+def _window(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, size, allow_negative_indices=False)
+
+
+def _at(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index] for an index known to be in range: no code for negative ones."""
+    return jax.lax.dynamic_index_in_dim(x, index, keepdims=False, allow_negative_indices=False)
 
 
 def read_chunk(
@@ -205,7 +225,7 @@ def read_chunk(
     pieces = geometry.slots // size  # chunks per block where a block is long
     index = chunk // pieces * blocks + jnp.arange(blocks)
     first = chunk % pieces * size
-    ids = jnp.maximum(table[index], 0)
+    ids = jnp.maximum(_window(table, index[0], blocks), 0)
     keys = _slots(cache.keys, ids, first, size, axis=4)  # [blocks, K, D, size]
     values = _slots(cache.values, ids, first, size, axis=3)  # [blocks, K, size, D]
     positions = geometry.position(index[:, None], rank, first + jnp.arange(size)[None, :])
@@ -220,11 +240,11 @@ def read_chunk(
 def _slots(stored: jax.Array, ids: jax.Array, first: jax.Array, size: int, axis: int) -> jax.Array:
     """`size` slots, from `first` on, of blocks `ids` of one device's array [N, 1, K, ...] with slots along `axis`."""
     if ids.shape[0] > 1:  # short blocks are read whole
-        return stored[ids, 0]
+        return stored.at[ids, 0].get(mode="promise_in_bounds")
     starts = [ids[0], *[jnp.zeros_like(first)] * (stored.ndim - 1)]
     sizes = [1, *stored.shape[1:]]
     starts[axis], sizes[axis] = first, size
-    return jax.lax.dynamic_slice(stored, starts, sizes)[:, 0]
+    return jax.lax.dynamic_slice(stored, starts, sizes, allow_negative_indices=False)[:, 0]
 
 
 def paged_partial_gathered(
@@ -242,10 +262,7 @@ def paged_partial_gathered(
         flat = (-1, *keys.shape[2:])
         mask = (positions <= position) & (row >= 0)
         return Partial(
-            *(
-                x[0]
-                for x in partial(query[None], keys.reshape(flat), values.reshape(flat), mask[None])
-            )
+            *(x[0] for x in partial(query[None], keys.reshape(flat), values.reshape(flat), mask[None]))
         )
 
     return Partial(*jax.vmap(one_token)(q, work.positions, work.rows))
@@ -319,7 +336,15 @@ def attend(
     return jax.shard_map(
         body,
         mesh=place.mesh,
-        in_specs=(place.spec(None, "query"), kv_spec, kv_spec, cache_spec, replicated, replicated, replicated),
+        in_specs=(
+            place.spec(None, "query"),
+            kv_spec,
+            kv_spec,
+            cache_spec,
+            replicated,
+            replicated,
+            replicated,
+        ),
         out_specs=(place.spec(None, "heads"), cache_spec),
         check_vma=False,
     )(q, k, v, cache, work, angles, (norms.query, norms.key))
@@ -341,7 +366,7 @@ def _attend_on_device(
 ) -> tuple[jax.Array, LayerCache]:
     rank = jax.lax.axis_index(DCP)
     with jax.named_scope("gather_query"):
-        if not runtime.dcp_replicate_q:
+        if runtime.place.dcp > 1 and not runtime.dcp_replicate_q:
             q = jax.lax.all_gather(q, DCP, axis=1, tiled=True)
     features = q.shape[1]
     with jax.named_scope("rope"):

@@ -64,7 +64,8 @@ def rotary(positions: jax.Array, head_dim: int, config: RopeConfig) -> Rotary:
     """Angles for positions [N]. Frequencies are rounded to float32 before the product, as transformers does."""
     frequencies = jnp.asarray(rope_frequencies(head_dim, config))
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
-    return Rotary(jnp.cos(angles), jnp.sin(angles))
+    # the barrier keeps XLA from computing the angles anew in every layer
+    return Rotary(*jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles))))
 
 
 def rotate(x: jax.Array, angles: Rotary) -> jax.Array:

@@ -195,9 +195,7 @@ def _layer(
         k = place.constrain(dot(x, weights.k, weights.k_bias), None, "kv_heads")
         v = place.constrain(dot(x, weights.v, weights.v_bias), None, "kv_heads")
     norms = HeadNorms(weights.q_norm, weights.k_norm, config.rms_norm_eps)
-    features, cache = attend(
-        q, k, v, cache, work, angles, norms, config.head_dim, config.num_heads, runtime
-    )
+    features, cache = attend(q, k, v, cache, work, angles, norms, config.head_dim, config.num_heads, runtime)
     with jax.named_scope("out_projection"):
         hidden = hidden + place.constrain(dot(features, weights.o), None, None)
         if weights.o_bias is not None:

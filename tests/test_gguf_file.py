@@ -33,7 +33,12 @@ def sizes(family: str = "llama") -> dict[str, Any]:
 
 
 def add_field(writer: Any, key: str, value: Any) -> None:
-    by_type = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+    by_type = {
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
     by_type[type(value)](key, value)
 
 
@@ -162,7 +167,9 @@ def test_llama_query_and_key_rows_are_put_back_in_order(tmp_path):
     source = GGUFSource(write_gguf(tmp_path / "m.gguf", tensors))
     np.testing.assert_array_equal(source.read(f"{Q_NAME}.weight", WHOLE), query)
     np.testing.assert_array_equal(source.read(f"{Q_NAME}.bias", (slice(3, 9),)), bias[3:9])
-    np.testing.assert_array_equal(source.read(f"{K_NAME}.weight", (slice(5, 11), slice(1, 4))), key[5:11, 1:4])
+    np.testing.assert_array_equal(
+        source.read(f"{K_NAME}.weight", (slice(5, 11), slice(1, 4))), key[5:11, 1:4]
+    )
     np.testing.assert_array_equal(source.read("model.layers.0.self_attn.v_proj.weight", WHOLE), key)
 
 
@@ -205,7 +212,9 @@ def test_names_without_counterpart_stay_visible(tmp_path):
 
 def test_an_unknown_tensor_gets_the_nearest_names(tmp_path):
     source = GGUFSource(write_gguf(tmp_path / "m.gguf", embedding()))
-    with pytest.raises(ValueError, match=r"tensor model\.embed\.weight.*nearest names are model\.embed_tokens\.weight"):
+    with pytest.raises(
+        ValueError, match=r"tensor model\.embed\.weight.*nearest names are model\.embed_tokens\.weight"
+    ):
         source.shape("model.embed.weight")
 
 
@@ -277,13 +286,15 @@ def test_query_biases_are_attention_bias(tmp_path):
 
 @pytest.mark.parametrize(("eot", "expected"), [(None, 2), (2, 2), (7, [2, 7])])
 def test_end_of_turn_is_an_end_too(tmp_path, eot, expected):
-    fields = {"tokenizer__ggml__eos_token_id": 2} | ({"tokenizer__ggml__eot_token_id": eot} if eot else {})
+    fields: dict[str, Any] = {"tokenizer__ggml__eos_token_id": 2} | (
+        {"tokenizer__ggml__eot_token_id": eot} if eot else {}
+    )
     assert config_with(tmp_path, **fields)["eos_token_id"] == expected
 
 
 def test_rope_scaling_is_taken_over(tmp_path):
-    scaling = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
-    original = {"llama__rope__scaling__original_context_length": 16}
+    scaling: dict[str, Any] = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
+    original: dict[str, Any] = {"llama__rope__scaling__original_context_length": 16}
     assert config_with(tmp_path, **scaling, **original)["rope_scaling"] == {
         "rope_type": "yarn",
         "factor": 4.0,
@@ -351,7 +362,9 @@ def test_every_truncation_is_a_sentence(tmp_path):
             GGUFSource(path)
 
 
-@pytest.mark.parametrize("start", [b"GGML" + bytes(40), b"GGUF" + struct.pack(">I", 3), b"GGUF" + struct.pack("<I", 1)])
+@pytest.mark.parametrize(
+    "start", [b"GGML" + bytes(40), b"GGUF" + struct.pack(">I", 3), b"GGUF" + struct.pack("<I", 1)]
+)
 def test_other_formats_are_a_sentence(tmp_path, start):
     path = tmp_path / "m.gguf"
     path.write_bytes(start + bytes(64))

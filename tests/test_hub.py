@@ -195,7 +195,20 @@ def test_cache_folder_without_xdg_is_under_home(monkeypatch, tmp_path):
     assert hub.cache_folder() == tmp_path / ".cache" / "dcpjax"
 
 
-@pytest.mark.parametrize("name", ["", "/no/such/folder", "no such model", "a/b/c", "../x", "gone.gguf"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/no/such/folder",
+        "no such model",
+        "a/b/c",
+        "../x",
+        "gone.gguf",
+        "x" * 5000,
+        "~no-such-user/x",
+        "a\0b",
+    ],
+)
 def test_an_unknown_name_lists_what_is_accepted(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"existing folder.*\.gguf file.*org/name.*smollm2-135m"):
@@ -229,7 +242,9 @@ def test_hub_failure_is_a_sentence(monkeypatch):
         raise OSError("401 Client Error\nmore lines")
 
     monkeypatch.setattr(hub_package, "snapshot_download", snapshot)
-    with pytest.raises(ValueError, match=r"org/name is no path, and the hub did not give it: 401 Client Error$"):
+    with pytest.raises(
+        ValueError, match=r"org/name is no path, and the hub did not give it: 401 Client Error$"
+    ):
         hub.resolve_model("org/name")
 
 

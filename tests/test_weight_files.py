@@ -1,6 +1,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -24,7 +25,7 @@ DTYPES = {
 }
 
 
-def write_raw(path: Path, header: dict[str, object], data: bytes, padding: int = 0) -> None:
+def write_raw(path: Path, header: Any, data: bytes, padding: int = 0) -> None:
     """A safetensors file by hand, for dtypes and faults that no library would write."""
     text = json.dumps(header).encode() + b" " * padding
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
@@ -72,7 +73,9 @@ def test_tensors_at_odd_bytes_read_back_exactly(tmp_path, matrix):
         assert read.flags.aligned
 
 
-@pytest.mark.parametrize("index", [(), (slice(1, 3),), (slice(None), slice(0, 2)), (slice(2, 4), slice(1, 3))])
+@pytest.mark.parametrize(
+    "index", [(), (slice(1, 3),), (slice(None), slice(0, 2)), (slice(2, 4), slice(1, 3))]
+)
 def test_a_slice_is_what_numpy_would_slice(tmp_path, matrix, index):
     save_file({"w": matrix}, tmp_path / SINGLE_FILE)
     read = SafetensorsSource(tmp_path).read("w", index)
@@ -197,7 +200,7 @@ def test_a_header_that_lies_is_a_sentence(tmp_path, header):
 
 def test_a_dtype_that_numpy_cannot_hold_is_named(tmp_path):
     write_raw(tmp_path / SINGLE_FILE, {"w": fields(dtype="F4", shape=[16])}, bytes(8))
-    with pytest.raises(ValueError, match="tensor w in .* must be one of .*BF16.*, but is F4"):
+    with pytest.raises(ValueError, match=r"tensor w in .* must be one of .*BF16.*, but is F4"):
         SafetensorsSource(tmp_path).dtype("w")
 
 
