@@ -31,9 +31,7 @@ class BlockManager:
     def allocate(self, owner: int, total: int) -> list[int]:
         """Grow the owner's table to `total` blocks and return it. The caller has asked `can_allocate`."""
         table = self._owned.setdefault(owner, [])
-        assert self.can_allocate(owner, total), (
-            f"owner {owner} wants {total} blocks, {self.num_free} are free"
-        )
+        assert self.can_allocate(owner, total), f"owner {owner} wants {total} blocks, {self.num_free} are free"
         while len(table) < total:
             table.append(self._free.pop())
         return table

@@ -70,9 +70,7 @@ class EngineConfig:
         _one_of("dcp_comm_backend", self.dcp_comm_backend, get_args(CommBackend))
         _one_of("load_format", self.load_format, get_args(LoadFormat))
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization must be in (0, 1], but is {self.gpu_memory_utilization}; use 0.9"
-            )
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], but is {self.gpu_memory_utilization}; use 0.9")
         self._check_division()
 
     @classmethod

@@ -14,7 +14,7 @@ def ensure_devices(count: int) -> None:
 
     Raises ValueError, with the line to run first, when a backend runs already and has too few.
     """
-    if count > jax.config.jax_num_cpu_devices and count > 1:
+    if count > jax.config.values["jax_num_cpu_devices"] and count > 1:
         with contextlib.suppress(RuntimeError):  # raised once a backend has started: too late to ask
             jax.config.update("jax_num_cpu_devices", count)
     found = jax.devices()
@@ -31,7 +31,7 @@ def keep_compiled_programs(choice: bool | str | os.PathLike[str]) -> None:
 
     A folder that the user has already given to JAX is left as it is.
     """
-    if choice is False or jax.config.jax_compilation_cache_dir:
+    if choice is False or jax.config.values["jax_compilation_cache_dir"]:
         return
     folder = cache_folder() / "compiled" if choice is True else Path(choice)
     folder.mkdir(parents=True, exist_ok=True)

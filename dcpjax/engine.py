@@ -36,9 +36,7 @@ class NewToken(NamedTuple):
 class Engine:
     """Continuous batching over one model."""
 
-    def __init__(
-        self, runner: StepRunner, *, num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int
-    ) -> None:
+    def __init__(self, runner: StepRunner, *, num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.runner = runner
         self.blocks = BlockManager(num_blocks)
         self.scheduler = Scheduler(self.blocks, runner.geometry, max_num_seqs, max_num_batched_tokens)

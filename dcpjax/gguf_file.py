@@ -77,9 +77,7 @@ class GGUFHeader:
 
     def require(self, key: str) -> Any:
         if key not in self.fields:
-            raise ValueError(
-                f"{self.path} must hold the metadata key {key}, but does not; convert the model again"
-            )
+            raise ValueError(f"{self.path} must hold the metadata key {key}, but does not; convert the model again")
         return self.fields[key]
 
     @property
@@ -117,9 +115,7 @@ class _Cursor:
             raise ValueError(f"its version is {version}, and only little-endian 2 and 3 are known")
         tensor_count, field_count = self._scalar("Q"), self._scalar("Q")
         fields = {self._text(): self._value(self._scalar("I")) for _ in range(field_count)}
-        table = [
-            (self._text(), self._shape(), self._scalar("I"), self._scalar("Q")) for _ in range(tensor_count)
-        ]
+        table = [(self._text(), self._shape(), self._scalar("I"), self._scalar("Q")) for _ in range(tensor_count)]
         alignment = fields.get("general.alignment", 32)
         start = math.ceil(self._at / alignment) * alignment
         tensors = {
@@ -164,9 +160,7 @@ def gguf_config(path: Path) -> dict[str, Any]:
     header = read_header(path)
     family = header.architecture
     if header.fields.get(f"{family}.expert_count"):
-        raise ValueError(
-            f"{path} must be a dense model, but has experts; use the model's safetensors instead"
-        )
+        raise ValueError(f"{path} must be a dense model, but has experts; use the model's safetensors instead")
     return _sizes(header, family) | _rope(header, family) | _end_tokens(header)
 
 
@@ -187,9 +181,7 @@ def _sizes(header: GGUFHeader, family: str) -> dict[str, Any]:
     }
     for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
         if not isinstance(config[key], int):
-            raise ValueError(
-                f"{key} of {header.path} must be one number for all layers, but is {config[key]}"
-            )
+            raise ValueError(f"{key} of {header.path} must be one number for all layers, but is {config[key]}")
     return config | {
         "head_dim": header.fields.get(f"{family}.attention.key_length", hidden // heads),
         "vocab_size": _tensor(header, "token_embd.weight").shape[0],

@@ -78,13 +78,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} must be a readable JSON file, but is not: {error}; fetch it again"
-        ) from error
+        raise ValueError(f"{path} must be a readable JSON file, but is not: {error}; fetch it again") from error
     if not isinstance(value, dict):
-        raise ValueError(
-            f"{path} must hold a JSON object, but holds a {type(value).__name__}; fetch it again"
-        )
+        raise ValueError(f"{path} must hold a JSON object, but holds a {type(value).__name__}; fetch it again")
     return value
 
 

@@ -142,9 +142,7 @@ class LLM:
         self, messages: Any, sampling_params: Any, tools: Any, generation_prompt: bool, continue_final: bool
     ) -> list["_Job"]:
         if self.tokenizer is None:
-            raise ValueError(
-                "chat must have a tokenizer, but the model has none; use generate with token ids"
-            )
+            raise ValueError("chat must have a tokenizer, but the model has none; use generate with token ids")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         jobs = []
         for index, (conversation, params) in enumerate(
@@ -166,9 +164,7 @@ class LLM:
         if given is None or isinstance(given, SamplingParams):
             return [given or self.get_default_sampling_params()] * count
         if len(given) != count:
-            raise ValueError(
-                f"sampling_params must be one or as many as the {count} prompts, but are {len(given)}"
-            )
+            raise ValueError(f"sampling_params must be one or as many as the {count} prompts, but are {len(given)}")
         return list(given)
 
     def _job(self, index: int, prompt: Any, params: SamplingParams) -> "_Job":
@@ -188,9 +184,7 @@ class LLM:
                 raise ValueError("a text prompt needs a tokenizer, but the model has none; give token ids")
             return prompt, self.tokenizer.encode(prompt)
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
-            raise ValueError(
-                f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}"
-            )
+            raise ValueError(f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}")
         return None, [_token_id(token, self.runner.config.vocab_size) for token in prompt]
 
     def _check_length(self, ids: list[int]) -> None:
@@ -211,9 +205,7 @@ class LLM:
             for event in self._run(jobs):
                 tokens += len(event.token_ids)
                 if event.finish_reason and jobs[event.prompt_index].output.finished:
-                    meter.set_postfix_str(
-                        f"{tokens / (time.monotonic() - started):.1f} tokens/s", refresh=False
-                    )
+                    meter.set_postfix_str(f"{tokens / (time.monotonic() - started):.1f} tokens/s", refresh=False)
                     meter.update()
         return [job.output for job in jobs]
 
@@ -282,9 +274,7 @@ class LLM:
         )
 
     def _stream(self, params: SamplingParams) -> TextStream:
-        detokenizer = (
-            None if self.tokenizer is None else self.tokenizer.detokenizer(params.skip_special_tokens)
-        )
+        detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(params.skip_special_tokens)
         return TextStream(detokenizer, params)
 
 
@@ -378,9 +368,7 @@ class _Completion:
         )
 
 
-def generate(
-    model: str | os.PathLike[str], prompts: Prompt | Sequence[Prompt], **options: Any
-) -> list[RequestOutput]:
+def generate(model: str | os.PathLike[str], prompts: Prompt | Sequence[Prompt], **options: Any) -> list[RequestOutput]:
     """Load a model, complete the prompts and return one result each.
 
     `options` are those of `EngineConfig` and of `SamplingParams`; an unknown one is refused by name.
@@ -388,9 +376,7 @@ def generate(
     engine_names = [field.name for field in fields(EngineConfig)]
     sampling_names = [field.name for field in fields(SamplingParams)]
     check_option_names(options, [*engine_names, *sampling_names])
-    sampling = {
-        name: value for name, value in options.items() if name in sampling_names and name not in engine_names
-    }
+    sampling = {name: value for name, value in options.items() if name in sampling_names and name not in engine_names}
     params = SamplingParams(**sampling, seed=options.get("seed")) if sampling or "seed" in options else None
     llm = LLM(model, **{name: value for name, value in options.items() if name in engine_names})
     return llm.generate(prompts, params)

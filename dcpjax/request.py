@@ -47,13 +47,8 @@ class Request:
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids at positions start .. stop-1."""
         prompt = len(self.prompt_token_ids)
-        return (
-            self.prompt_token_ids[start:stop]
-            + self.output_token_ids[max(0, start - prompt) : max(0, stop - prompt)]
-        )
+        return self.prompt_token_ids[start:stop] + self.output_token_ids[max(0, start - prompt) : max(0, stop - prompt)]
 
-    def finish(
-        self, reason: FinishReason, stop_reason: str | int | None = None, error: str | None = None
-    ) -> None:
+    def finish(self, reason: FinishReason, stop_reason: str | int | None = None, error: str | None = None) -> None:
         self.status = Status.FINISHED
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error

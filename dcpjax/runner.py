@@ -10,16 +10,15 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dcpjax.batch import Shapes, build
 from dcpjax.config import EngineConfig
 from dcpjax.devices import ensure_devices, keep_compiled_programs
+from dcpjax.model_files import ModelFiles
 from dcpjax.models.attention import Runtime
 from dcpjax.models.config import FAMILIES, ModelConfig, from_hf
 from dcpjax.models.kv_cache import CacheGeometry, storage_dtype
-from dcpjax.model_files import ModelFiles
 from dcpjax.progress import bar
 from dcpjax.scheduler import Scheduled
 from dcpjax.sharding import arrays
@@ -123,9 +122,7 @@ class Runner:
             which = (
                 f"the model's {limit} positions"
                 if limit <= capacity
-                else (
-                    f"the KV cache of {capacity} tokens ({budget} bytes per device; raise kv_cache_memory_bytes)"
-                )
+                else (f"the KV cache of {capacity} tokens ({budget} bytes per device; raise kv_cache_memory_bytes)")
             )
             raise ValueError(
                 f"max_model_len must be at most {which}, but is {engine.max_model_len}; use {min(limit, capacity)}"

@@ -83,8 +83,7 @@ class SafetensorsSource:
         entry = self._entry(name)
         if entry.dtype not in DTYPES:
             raise ValueError(
-                f"tensor {name} in {entry.file} must be one of {', '.join(DTYPES)}, but is "
-                f"{entry.dtype}; convert it"
+                f"tensor {name} in {entry.file} must be one of {', '.join(DTYPES)}, but is {entry.dtype}; convert it"
             )
         return DTYPES[entry.dtype]
 
@@ -109,9 +108,7 @@ class SafetensorsSource:
 def missing_tensor(name: str, names: Collection[str], place: Path) -> str:
     """The sentence for a tensor that is not there, with the names most like it."""
     nearest = difflib.get_close_matches(name, names, n=3)
-    hint = (
-        f"the nearest names are {', '.join(nearest)}" if nearest else f"it holds {len(names)} other tensors"
-    )
+    hint = f"the nearest names are {', '.join(nearest)}" if nearest else f"it holds {len(names)} other tensors"
     return f"the weights in {place} must hold the tensor {name}, but do not; {hint}"
 
 
@@ -165,9 +162,7 @@ def _file_entries(file: Path) -> dict[str, Entry]:
             pass
         return _header_entries(file)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{file} must be a whole safetensors file, but is not: {error}; fetch it again"
-        ) from error
+        raise ValueError(f"{file} must be a whole safetensors file, but is not: {error}; fetch it again") from error
 
 
 def _header_entries(file: Path) -> dict[str, Entry]:

@@ -15,9 +15,7 @@ from dcpjax.sharding.rules import Placement
 from dcpjax.weight_files import TensorSource
 
 
-def load_weights(
-    specs: Any, names: Any, source: TensorSource, place: Placement, *, progress: bool = False
-) -> Any:
+def load_weights(specs: Any, names: Any, source: TensorSource, place: Placement, *, progress: bool = False) -> Any:
     """Arrays of tree `specs`, read by the tensor names in the equal tree `names`.
 
     Raises ValueError naming the first tensor that is missing or has another shape, before anything is read.
@@ -46,6 +44,4 @@ def dummy_weights(specs: Any, place: Placement, seed: int) -> Any:
     """Random arrays of tree `specs`, the same for every layout."""
     leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec)
     seeds = np.random.SeedSequence(seed).generate_state(len(leaves))
-    return structure.unflatten(
-        [arrays.dummy(spec, place, int(own)) for spec, own in zip(leaves, seeds, strict=True)]
-    )
+    return structure.unflatten([arrays.dummy(spec, place, int(own)) for spec, own in zip(leaves, seeds, strict=True)])

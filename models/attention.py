@@ -19,6 +19,7 @@ from flax import struct
 
 from dcpjax.models.kv_cache import CacheGeometry, decode, encode
 from dcpjax.models.layers import Rotary, rms_norm, rotate
+from dcpjax.sharding.arrays import Leaf
 from dcpjax.sharding.merge import MERGES, Partial, flatten_heads
 from dcpjax.sharding.mesh import DCP
 from dcpjax.sharding.rules import Placement
@@ -59,9 +60,9 @@ class LayerCache:
     """One layer's keys and values, N blocks of P slots per rank."""
 
     # [N, dcp, K, D, P] cache dtype, transposed so that scores read along slots
-    keys: jax.Array
+    keys: Leaf
     # [N, dcp, K, P, D] cache dtype
-    values: jax.Array
+    values: Leaf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +149,7 @@ def _batched_dot(left: jax.Array, right: jax.Array) -> jax.Array:
 # --- over the paged cache, per device
 
 
-def paged_partial(
-    q: jax.Array, cache: LayerCache, work: Work, geometry: CacheGeometry, rank: jax.Array
-) -> Partial:
+def paged_partial(q: jax.Array, cache: LayerCache, work: Work, geometry: CacheGeometry, rank: jax.Array) -> Partial:
     """Attention of a step's tokens over the slots of this rank, tile by tile and chunk by chunk.
 
     Per device: q [N, H, D] (scaled), cache keys [N, 1, K, D, P], values [N, 1, K, P, D] -> out [N, H, D], lse [N, H].
@@ -261,9 +260,7 @@ def paged_partial_gathered(
         values = decode(cache.values[ids, 0]).transpose(0, 2, 1, 3)
         flat = (-1, *keys.shape[2:])
         mask = (positions <= position) & (row >= 0)
-        return Partial(
-            *(x[0] for x in partial(query[None], keys.reshape(flat), values.reshape(flat), mask[None]))
-        )
+        return Partial(*(x[0] for x in partial(query[None], keys.reshape(flat), values.reshape(flat), mask[None])))
 
     return Partial(*jax.vmap(one_token)(q, work.positions, work.rows))
 
@@ -324,9 +321,7 @@ def attend(
     5. keep the features of the own o_proj rows  [N, F / dcp]
     """
     place = runtime.place
-    body = bind(
-        _attend_on_device, norms_eps=norms.eps, head_dim=head_dim, heads=heads // place.tp, runtime=runtime
-    )
+    body = bind(_attend_on_device, norms_eps=norms.eps, head_dim=head_dim, heads=heads // place.tp, runtime=runtime)
     replicated = place.spec()
     cache_spec = LayerCache(
         keys=place.spec(None, "kv_context", "kv_heads", None, None),

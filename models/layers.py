@@ -25,9 +25,7 @@ def dot(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.A
         x = jnp.pad(x, ((0, 1), (0, 0)))
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
     contract_last = (((1,), (1,)), ((), ()))
-    y = jax.lax.dot_general(
-        x, weight, contract_last, precision=precision, preferred_element_type=jnp.float32
-    )[:rows]
+    y = jax.lax.dot_general(x, weight, contract_last, precision=precision, preferred_element_type=jnp.float32)[:rows]
     return y if bias is None else y + bias.astype(jnp.float32)
 
 

@@ -12,12 +12,9 @@ from flax import struct
 from dcpjax.models.attention import HeadNorms, LayerCache, Runtime, Work, attend
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.layers import Rotary, dot, lookup, rms_norm, rotary
-from dcpjax.sharding.arrays import ArraySpec, Axis
+from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.mesh import Layout
 from dcpjax.sharding.rules import Placement
-
-# a jax.Array when loaded, an ArraySpec when declared, a tensor name when looked up in a checkpoint
-Leaf = Any
 
 
 @struct.dataclass
@@ -138,9 +135,7 @@ def weight_names(config: ModelConfig) -> Weights:
     )
 
 
-def cache_specs(
-    config: ModelConfig, layout: Layout, num_blocks: int, slots: int, dtype: Any
-) -> tuple[LayerCache, ...]:
+def cache_specs(config: ModelConfig, layout: Layout, num_blocks: int, slots: int, dtype: Any) -> tuple[LayerCache, ...]:
     """One `LayerCache` of specs per layer for `num_blocks` blocks of `slots` slots per rank."""
     blocks, ranks = Axis(num_blocks), Axis(layout.dcp, "kv_context")
     copies = layout.duplication(config.num_kv_heads)

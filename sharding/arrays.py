@@ -15,6 +15,8 @@ import numpy as np
 
 from dcpjax.sharding.rules import Placement
 
+# what a tree of arrays holds: a jax.Array, the ArraySpec that declares it, or its name in a checkpoint
+Leaf = Any
 Index = tuple[slice, ...]
 Read = Callable[[Index], np.ndarray]
 
@@ -126,8 +128,8 @@ def load(spec: ArraySpec, place: Placement, read: Read) -> jax.Array:
     Each device asks for the part it holds and no more; padding is filled with zeros.
     """
 
-    def shard(index: Index) -> np.ndarray:
-        return _read_padded(spec, index, read)
+    def shard(index: Index | None) -> np.ndarray:
+        return _read_padded(spec, index or (slice(None),) * len(spec.shape), read)
 
     return jax.make_array_from_callback(spec.shape, spec.sharding(place), shard)
 

@@ -5,6 +5,7 @@ Knows head counts as plain numbers; knows nothing about models, weights or cache
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -38,7 +39,7 @@ class Layout:
         return max(1, self.tp // kv_heads)
 
 
-def make_mesh(layout: Layout, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
     """Lay the first `tensor_parallel_size` devices out as `(tp, dcp)`; neighbours share a dcp group."""
     chosen = list(jax.devices() if devices is None else devices)[: layout.devices]
     assert len(chosen) == layout.devices, f"{layout.devices} devices wanted, {len(chosen)} given"

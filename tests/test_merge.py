@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from functools import partial as bind
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +50,11 @@ def partials(scores: np.ndarray, values: np.ndarray, masks: np.ndarray) -> list[
     return [Partial(jnp.float32(out), jnp.float32(lse)) for out, lse in made]
 
 
-def assert_close(found: Partial, expected: tuple[np.ndarray, np.ndarray] | Partial) -> None:
-    np.testing.assert_allclose(found.out, expected[0], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(found.lse, expected[1], rtol=1e-5, atol=1e-6)
+def assert_close(found: Partial, expected: tuple[np.ndarray, np.ndarray]) -> None:
+    """An lse is rounded to float32, so the shares that follow from it are uncertain by its spacing."""
+    largest = np.abs(expected[1], where=np.isfinite(expected[1]), out=np.zeros_like(expected[1])).max()
+    np.testing.assert_allclose(found.out, expected[0], rtol=1e-5, atol=1e-6 + 4 * np.finfo(np.float32).eps * largest)
+    np.testing.assert_allclose(found.lse, expected[1], rtol=1e-6, atol=1e-6)
 
 
 # --- on one device
@@ -117,6 +119,7 @@ def test_the_weight_of_an_empty_partial_is_zero_even_if_all_are_empty():
 # --- across dcp
 
 
+@cache
 def on_mesh(tp: int, dcp: int, features: int) -> Callable[[jax.Array, jax.Array], dict[str, jax.Array]]:
     """All three merges of out [tp, dcp, N, H, D] and lse [tp, dcp, N, H], one rank's partial per device."""
 
@@ -144,16 +147,10 @@ def merged_and_expected(tp: int, dcp: int, seed: int) -> tuple[dict[str, np.ndar
         lses.append(jnp.stack([part.lse for part in made]))
         whole = dense(scores, values, masks.any(0))[0].reshape(TOKENS, -1)
         expected.append(np.pad(whole, ((0, 0), (0, features - whole.shape[1]))))
-    found = compiled(tp, dcp, features)(jnp.stack(outs), jnp.stack(lses))
-    assert all(out.sharding.spec == P(None, ("tp", "dcp")) for out in found.values())
+    found = on_mesh(tp, dcp, features)(jnp.stack(outs), jnp.stack(lses))
+    own = {shard.data.shape for out in found.values() for shard in out.addressable_shards}
+    assert own == {(TOKENS, features // dcp)}
     return jax.device_get(found), np.concatenate(expected, 1)
-
-
-_programs: dict[tuple[int, int, int], Callable] = {}
-
-
-def compiled(tp: int, dcp: int, features: int) -> Callable:
-    return _programs.setdefault((tp, dcp, features), on_mesh(tp, dcp, features))
 
 
 @pytest.mark.parametrize("backend", MERGES)
@@ -180,7 +177,7 @@ def test_heads_that_divide_by_dcp_merge_to_the_same_as_one_device(backend):
         owner = np.arange(KEYS) % dcp  # interleave 1
         masks = np.broadcast_to((owner == np.arange(dcp)[:, None])[:, None, :], (dcp, 2, KEYS))
         made = partials(scores, values, masks)
-        found = compiled(1, dcp, 16)(
+        found = on_mesh(1, dcp, 16)(
             jnp.stack([part.out for part in made])[None], jnp.stack([part.lse for part in made])[None]
         )
         expected = dense(scores, values, np.ones((2, KEYS), bool))[0].reshape(2, 16)
@@ -190,16 +187,16 @@ def test_heads_that_divide_by_dcp_merge_to_the_same_as_one_device(backend):
 @pytest.mark.parametrize("backend", MERGES)
 def test_a_query_that_no_rank_answers_merges_to_zero(backend):
     out, lse = jnp.zeros((1, 8, TOKENS, HEADS, HEAD_DIM)), jnp.full((1, 8, TOKENS, HEADS), -jnp.inf)
-    np.testing.assert_array_equal(compiled(1, 8, 16)(out, lse)[backend], 0.0)
+    np.testing.assert_array_equal(on_mesh(1, 8, 16)(out, lse)[backend], 0.0)
 
 
 @pytest.mark.parametrize("backend", MERGES)
 def test_scores_far_apart_on_different_ranks_stay_finite(backend):
     lse = jnp.broadcast_to(jnp.array([-1e4, 1e4])[None, :, None, None], (1, 2, TOKENS, HEADS))
     out = jnp.broadcast_to(jnp.array([3.0, 5.0])[None, :, None, None, None], (1, 2, TOKENS, HEADS, HEAD_DIM))
-    np.testing.assert_array_equal(compiled(1, 2, 12)(out, lse)[backend], 5.0)
+    np.testing.assert_array_equal(on_mesh(1, 2, 12)(out, lse)[backend], 5.0)
 
 
 def test_flattened_heads_are_padded_with_zeros_at_the_end():
-    flat = bind(flatten_heads, features=16)(jnp.arange(12.0).reshape(1, 3, 4))
+    flat = flatten_heads(jnp.arange(12.0).reshape(1, 3, 4), features=16)
     np.testing.assert_array_equal(flat, [[*range(12), 0, 0, 0, 0]])

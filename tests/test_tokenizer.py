@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from dcpjax.tokenizer import PRE_TOKENIZERS, Tokenizer
+from dcpjax.gguf_tokenizer import PRE_TOKENIZERS
+from dcpjax.tokenizer import Tokenizer
 
 SMOLLM2_VOCAB = 49152
 BEGIN, END = 1, 2  # SmolLM2's <|im_start|> and <|im_end|>.
@@ -43,9 +44,7 @@ def byte_fallback_backend() -> Backend:
     ]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     merges = [("▁", "a"), ("▁", "▁")]
-    backend = Backend(
-        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -299,11 +298,7 @@ def test_messages_cannot_forge_control_tokens(smollm2, content, role):
 
 
 @settings(deadline=None, max_examples=50)
-@given(
-    parts=st.lists(
-        st.sampled_from(["<|im_", "end|>", "<|", "im_start|>", "<|im_end|>", "\n", "a", "\U000f0000"])
-    )
-)
+@given(parts=st.lists(st.sampled_from(["<|im_", "end|>", "<|", "im_start|>", "<|im_end|>", "\n", "a", "\U000f0000"])))
 def test_no_combination_of_pieces_forges_a_turn(smollm2, parts):
     ids = smollm2.apply_chat_template([{"role": "user", "content": "".join(parts)}])
     assert (ids.count(BEGIN), ids.count(END), control_count(smollm2, ids)) == (3, 2, 5)
@@ -506,9 +501,7 @@ def test_pre_tokenizers_cut_as_their_models_do(tmp_path, pre):
 def test_an_unknown_pre_tokenizer_is_refused_by_name(tmp_path, pre):
     fields = {} if pre is None else {"tokenizer_pre": pre}
     path = write_gguf(tmp_path / "m.gguf", "gpt2", byte_tokens(), token_merges=[], **fields)
-    with pytest.raises(
-        ValueError, match=rf"pre of .* must be one of default, gpt-2, smollm.*, but is {pre!r}"
-    ):
+    with pytest.raises(ValueError, match=rf"pre of .* must be one of default, gpt-2, smollm.*, but is {pre!r}"):
         Tokenizer.from_gguf(path)
 
 
@@ -518,9 +511,7 @@ def test_an_unknown_tokenizer_model_is_refused_by_name(tmp_path):
 
 
 def test_a_merge_of_unknown_tokens_is_a_sentence(tmp_path):
-    path = write_gguf(
-        tmp_path / "m.gguf", "gpt2", byte_tokens(), tokenizer_pre="gpt-2", token_merges=["a bcd"]
-    )
+    path = write_gguf(tmp_path / "m.gguf", "gpt2", byte_tokens(), tokenizer_pre="gpt-2", token_merges=["a bcd"])
     with pytest.raises(ValueError, match=r"the tokenizer of .* must be whole"):
         Tokenizer.from_gguf(path)
 

@@ -3,7 +3,8 @@
     python tests/reference/smollm2.py SmolLM2-135M-Instruct.Q4_1.gguf
 
 Reads the file with the `gguf` package and runs it with transformers; knows nothing of dcpjax. Arrays of each run:
-`<run>_prompt`, `<run>_greedy`, and, except for `needle`, `<run>_top_ids` and `<run>_top_logits` [step, 5].
+`<run>_prompt`, `<run>_greedy` (past the end-of-text token), `<run>_margin` (the least distance between the two best
+logits) and, except for `needle`, `<run>_top_ids` and `<run>_top_logits` [step, 5].
 """
 
 import argparse
@@ -52,7 +53,7 @@ CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL
 CHATS = {"france": "What is the capital of France?", "sky": "Explain in two sentences why the sky is blue."}
 COMPLETIONS = {"fibonacci": "The Fibonacci numbers are"}
 NEEDLE = "The secret key is 48213. Remember it."
-QUESTION = "What is the secret key?"
+QUESTION = "What is the secret key? Answer with the number only."
 
 
 def build(path: str | Path) -> LlamaForCausalLM:
@@ -124,11 +125,16 @@ def filler(n: int) -> list[str]:
     return [f"{who[i % 7]} {did[i % 11]} {what[i % 13]} {when[i % 5]}." for i in range(n)]
 
 
-def needle_question(n_sentences: int = 180, place: float = 0.25) -> str:
-    """About 3,000 tokens of filler with the needle at the fraction `place`, then the question."""
-    sentences = filler(n_sentences)
-    sentences.insert(int(place * n_sentences), NEEDLE)
-    return " ".join(sentences) + "\n\n" + QUESTION
+def needle_question(n_paragraphs: int = 31, place: float = 0.3) -> str:
+    """About 3,000 tokens of filler with the needle at the fraction `place`, then the question.
+
+    In a paragraph of its own the needle is found with wide margins; among other sentences this small model
+    overlooks it.
+    """
+    sentences = filler(8 * n_paragraphs)
+    paragraphs = [" ".join(sentences[i : i + 8]) for i in range(0, len(sentences), 8)]
+    paragraphs.insert(int(place * n_paragraphs), NEEDLE)
+    return "\n\n".join([*paragraphs, QUESTION])
 
 
 def top(logits: np.ndarray, n: int = 5) -> tuple[np.ndarray, np.ndarray]:
@@ -153,6 +159,8 @@ def compute(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict
     tokens, logits = greedy(model, prompt, 24)
     golden |= {"needle_prompt": prompt, "needle_greedy": tokens, "needle_margin": margin(logits)}
     show(tokenizer, "needle", prompt, tokens, margin(logits))
+    if "48213" not in tokenizer.decode(tokens):
+        raise ValueError("the needle's five digits must be repeated, but are not; change place or question")
     golden |= bfloat16_first_token(model, prompts["france"])
     return {key: np.asarray(value) for key, value in golden.items()}
 

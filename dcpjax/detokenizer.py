@@ -1,0 +1,136 @@
+"""Token ids to text, one token at a time, exactly as if all were decoded at once.
+
+Each token becomes bytes by itself and one incremental UTF-8 decoder joins them, so nothing is decoded twice and
+no character is cut. Knows the decoder of a tokenizer.json; knows nothing about vocabularies or models.
+"""
+
+import codecs
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+class Detokenizer:
+    """Text of a growing list of tokens: what `append` and `finish` return adds up to `decode` of all ids."""
+
+    def __init__(self, piece: Callable[[int], bytes], leading: "Leading") -> None:
+        self._piece = piece
+        self._leading = leading
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def append(self, token_id: int) -> str:
+        """The text that this token completes; an unfinished character waits for its last byte."""
+        return self._leading.strip(self._utf8.decode(self._piece(token_id)))
+
+    def finish(self) -> str:
+        """What was still waiting, as U+FFFD."""
+        return self._leading.strip(self._utf8.decode(b"", final=True))
+
+
+@dataclass(kw_only=True)
+class Leading:
+    """Characters still to be dropped from the very beginning of a text."""
+
+    character: str = " "
+    count: int = 0
+
+    def strip(self, text: str) -> str:
+        while text and self.count:
+            if text[0] != self.character:
+                self.count = 0
+                break
+            text, self.count = text[1:], self.count - 1
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRule:
+    """How a vocabulary spells bytes, so that each token can be turned into bytes without its neighbours."""
+
+    byte_level: bool = False
+    byte_fallback: bool = False
+    # The steps after this one see one text, not tokens.
+    fused: bool = False
+    replacements: tuple[tuple[str, str], ...] = ()
+    prefix: str = ""
+    strip_character: str = " "
+    strip_count: int = 0
+
+    def leading(self) -> Leading:
+        return Leading(character=self.strip_character, count=self.strip_count)
+
+    def piece(self, token: str) -> bytes:
+        if self.byte_level:
+            return _byte_level_piece(token)
+        if self.byte_fallback and (byte := _fallback_byte(token)) is not None:
+            return bytes([byte])
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        return (self.prefix + token).encode("utf-8")
+
+
+def _byte_level_piece(token: str) -> bytes:
+    """An added token may hold characters outside the alphabet: it is then spelled as it is."""
+    if not BYTE_OF.keys() >= set(token):
+        return token.encode("utf-8")
+    return bytes(BYTE_OF[character] for character in token)
+
+
+def _fallback_byte(token: str) -> int | None:
+    """`<0x0A>` -> 10."""
+    if len(token) != 6 or not token.startswith("<0x") or token[-1] != ">":
+        return None
+    try:
+        return int(token[3:5], 16)
+    except ValueError:
+        return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the rest follows from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    spelled = [chr(byte) for byte in printable] + [chr(0x100 + rank) for rank in range(len(others))]
+    return dict(zip(spelled, printable + others, strict=True))
+
+
+BYTE_OF = _byte_alphabet()
+
+
+def text_rule(decoder: Any) -> TextRule:
+    """The rule that a tokenizer.json decoder stands for. Raises ValueError for one that mixes neighbours."""
+    if decoder is None:
+        return TextRule(prefix=" ", strip_count=1)  # Tokens are words, with one space between them.
+    options: dict[str, Any] = {}
+    for step in _decoder_steps(json.loads(decoder.__getstate__())):
+        _apply_step(step, options)
+    return TextRule(**options)
+
+
+def _decoder_steps(state: dict[str, Any]) -> list[dict[str, Any]]:
+    return state["decoders"] if state["type"] == "Sequence" else [state]
+
+
+def _apply_step(step: dict[str, Any], options: dict[str, Any]) -> None:
+    replacements = options.get("replacements", ())
+    match step:
+        case {"type": "ByteLevel"}:
+            options["byte_level"] = True
+        case {"type": "ByteFallback"}:
+            options["byte_fallback"] = True
+        case {"type": "Fuse"}:
+            options["fused"] = True
+        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            options["replacements"] = (*replacements, (old, new))
+        case {"type": "Strip", "content": character, "start": count, "stop": 0} if options.pop("fused", False):
+            options |= {"strip_character": character, "strip_count": count}
+        case {"type": "Metaspace", "replacement": old, "prepend_scheme": scheme}:
+            options["replacements"] = (*replacements, (old, " "))
+            options["strip_count"] = int(scheme != "never")
+        case _:
+            raise ValueError(
+                "the decoder in tokenizer.json must be made of ByteLevel, ByteFallback, Fuse, Metaspace, "
+                f"Replace of a string, or Strip at the start after Fuse, but has {step}; use "
+                "another tokenizer"
+            )
