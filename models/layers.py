@@ -26,14 +26,14 @@ def dot(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.A
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
     contract_last = (((1,), (1,)), ((), ()))
     y = jax.lax.dot_general(x, weight, contract_last, precision=precision, preferred_element_type=jnp.float32)[:rows]
-    return y if bias is None else y + bias.astype(jnp.float32)
+    return y if bias is None else y + bias.astype(jnp.float32)[None, :]
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis (Zhang & Sennrich 2019), in float32."""
     x = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-    return x * scale * weight.astype(jnp.float32)
+    return x * scale * jnp.expand_dims(weight.astype(jnp.float32), range(x.ndim - 1))
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:

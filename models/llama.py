@@ -194,7 +194,7 @@ def _layer(
     with jax.named_scope("out_projection"):
         hidden = hidden + place.constrain(dot(features, weights.o), None, None)
         if weights.o_bias is not None:
-            hidden = hidden + weights.o_bias.astype(hidden.dtype)
+            hidden = hidden + weights.o_bias.astype(hidden.dtype)[None, :]
     with jax.named_scope("mlp"):
         x = rms_norm(hidden, weights.post_norm, config.rms_norm_eps)
         gated = jax.nn.silu(dot(x, weights.gate)) * dot(x, weights.up)

@@ -5,6 +5,7 @@ that differ from hidden / heads. Knows transformers and torch; knows nothing of 
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import (
@@ -61,6 +62,13 @@ class Family:
         torch.manual_seed(self.seed)
         model = self.model._from_config(self.config, **EAGER)
         randomise_constants(model)
+        return model.eval()
+
+    def load(self, folder: Path) -> PreTrainedModel:
+        """The model saved in `folder`; raises ValueError where a weight is missing, unknown or misshapen."""
+        model, loading = self.model.from_pretrained(folder, **EAGER, output_loading_info=True)
+        if any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+            raise ValueError(f"{folder} must hold exactly the weights of the model, but: {loading}")
         return model.eval()
 
 

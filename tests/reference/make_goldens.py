@@ -99,7 +99,10 @@ def write_legacy_config(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(FAMILIES), metavar="family")
-    for name in parser.parse_args().names:
+    names = parser.parse_args().names
+    if unknown := set(names) - set(FAMILIES):
+        parser.error(f"families must be among {', '.join(FAMILIES)}, but are {', '.join(sorted(unknown))}")
+    for name in names:
         golden = make(FAMILIES[name], GOLDENS / name)
         if name == "llama3":
             write_legacy_config(GOLDENS / name)

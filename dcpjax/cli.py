@@ -1,0 +1,131 @@
+"""The command line: `dcpjax generate`, `dcpjax chat`, `dcpjax env`.
+
+Finds the command, turns what went wrong into one sentence and an exit code; the commands are in `cli_*.py`.
+Help, versions and refused flags answer without importing jax.
+
+    0 done    1 a prompt failed    2 refused    130 interrupted    141 the reader of standard output went away
+"""
+
+import contextlib
+import difflib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import dcpjax
+from dcpjax import cli_chat, cli_env, cli_generate
+from dcpjax.cli_flags import Flags, Parser, parse, spell
+
+
+class Command(NamedTuple):
+    usage: str
+    summary: str
+    add_flags: Callable[[Parser], None]
+    run: Callable[[Flags], int]
+
+
+COMMANDS = {
+    "generate": Command(
+        'dcpjax generate "PROMPT" ["PROMPT" ...] --model MODEL [FLAGS]',
+        "complete prompts, or answer them with --chat",
+        cli_generate.add_flags,
+        cli_generate.run,
+    ),
+    "chat": Command(
+        "dcpjax chat --model MODEL [FLAGS]",
+        "talk with a model, turn by turn",
+        cli_chat.add_flags,
+        cli_chat.run,
+    ),
+    "env": Command(
+        "dcpjax env [FLAGS]",
+        "show versions, devices and the cache folder, as a bug report needs them",
+        cli_env.add_flags,
+        cli_env.run,
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    _use_utf8()
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except SystemExit as leave:  # argparse, after --help
+        return leave.code if isinstance(leave.code, int) else 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        _discard_output()
+        return 141
+    except (ValueError, OSError) as error:
+        if not _is_ours(error):
+            raise
+        print(f"dcpjax: error: {spell(str(error))}", file=sys.stderr)
+        return 2
+
+
+def _dispatch(arguments: list[str]) -> int:
+    name = arguments[0] if arguments else ""
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name == "--version":
+        print(f"dcpjax {dcpjax.__version__}")
+        return 0
+    if not name:
+        print(_help(), file=sys.stderr)
+        return 2
+    if name not in COMMANDS:
+        raise ValueError(_unknown_command(name))
+    command = COMMANDS[name]
+    parser = Parser(prog=f"dcpjax {name}", usage=command.usage, description=f"{command.summary}.".capitalize())
+    command.add_flags(parser)
+    return command.run(parse(parser, arguments[1:]))
+
+
+def _help() -> str:
+    listed = "\n".join(f"  {name:<10}{command.summary}" for name, command in COMMANDS.items())
+    return (
+        f"usage: dcpjax COMMAND [FLAGS]\n\n{dcpjax.__doc__.splitlines()[0] if dcpjax.__doc__ else ''}\n\n"
+        f"commands:\n{listed}\n\ndcpjax COMMAND --help lists a command's flags; dcpjax --version tells the "
+        'version.\n\nto try it:\n  dcpjax generate --chat "What is the capital of France?" --model smollm2-135m'
+    )
+
+
+def _unknown_command(name: str) -> str:
+    if name.startswith("-"):
+        return f"flags must follow a command ({', '.join(COMMANDS)}), but {name} comes first; see dcpjax --help"
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else "see dcpjax --help"
+    return f"the command must be one of {', '.join(COMMANDS)}, but is {name!r}; {hint}"
+
+
+def _is_ours(error: ValueError | OSError) -> bool:
+    """A mistake of the user's that this package found, or a file that cannot be had; not a fault inside a library."""
+    if isinstance(error, OSError):
+        return error.filename is not None
+    innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    return innermost.f_globals.get("__name__", "").split(".")[0] == "dcpjax"
+
+
+def _use_utf8() -> None:
+    """Text is UTF-8 whatever the locale says, and what is not text is shown as escapes instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    if isinstance(sys.stdin, io.TextIOWrapper) and not sys.stdin.isatty():
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+
+
+def _discard_output() -> None:
+    """Point standard output nowhere, so that Python's own flush at exit stays silent too."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

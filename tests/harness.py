@@ -1,0 +1,112 @@
+"""Running prompts through a real step, keeping the logits: what the equivalence tests compare."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dcpjax.batch import Batch, build
+from dcpjax.blocks import BlockManager
+from dcpjax.config import EngineConfig
+from dcpjax.model_files import open_model
+from dcpjax.outputs import RequestMetrics
+from dcpjax.request import Request
+from dcpjax.runner import Runner
+from dcpjax.sampling_params import SamplingParams
+from dcpjax.scheduler import Scheduler
+from dcpjax.step import compile_on_demand
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+
+@dataclass
+class Trace:
+    """What one prompt gave: greedy tokens, and the float32 logits [V] after each token of prompt and completion."""
+
+    prompt_length: int
+    tokens: list[int] = field(default_factory=list)
+    every_logits: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def prompt_logits(self) -> np.ndarray:
+        """[n, V]: after each prompt token; the last row chose the first token."""
+        return np.array(self.every_logits[: self.prompt_length])
+
+    @property
+    def logits(self) -> np.ndarray:
+        """[count, V]: what each greedy token was chosen from."""
+        return np.array(self.every_logits[self.prompt_length - 1 :])
+
+
+def all_logits(weights: Any, cache: Any, batch: Batch, *, model: Any, config: Any, runtime: Any) -> tuple[Any, Any]:
+    """`run_step`, but giving the logits [N, V] of every token instead of sampling."""
+    hidden, cache = model.forward(weights, cache, batch.tokens, batch.work, config, runtime)
+    return model.logits(weights, hidden, config, runtime.place), cache
+
+
+def golden(family: str) -> dict[str, np.ndarray]:
+    return dict(np.load(GOLDENS / family / "golden.npz"))
+
+
+@lru_cache(maxsize=None)
+def loaded(family: str, **options: Any) -> "Stepper":
+    """A golden checkpoint on a layout; options are those of `EngineConfig`."""
+    return Stepper(GOLDENS / family, **options)
+
+
+class Stepper:
+    """A model whose steps give logits."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        options = {"dtype": "float32", "block_size": 16, "max_num_seqs": 4, "kv_cache_memory_bytes": 2**20} | options
+        self.runner = Runner(open_model(path), EngineConfig(**options))
+        runner = self.runner
+        self.step = compile_on_demand(all_logits, runner.model, runner.config, runner.runtime, runner.cache)
+
+    def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[Trace]:
+        """`count` greedy tokens for each prompt, all running together through the project's own scheduler."""
+        scheduler, requests = self._queue(prompts, count)
+        traces = [Trace(len(prompt)) for prompt in prompts]
+        while scheduler.has_work:
+            step = scheduler.schedule()
+            batch = build(step, self.runner.shapes, self.runner.geometry)
+            scores, self.runner.cache = self.step(self.runner.weights, self.runner.cache, batch)
+            scheduler.update(step)
+            rows = iter(np.asarray(scores))
+            for entry in step:
+                trace = traces[requests.index(entry.request)]
+                trace.every_logits.extend(next(rows) for _ in range(entry.count))
+                if entry.samples:
+                    self._append(scheduler, entry.request, trace, count)
+            scheduler.blocks.check_integrity()
+        return traces
+
+    def poison(self, value: float) -> None:
+        """Fill every slot of the cache with `value`."""
+        self.runner.cache = jax.tree.map(lambda array: array.at[:].set(value), self.runner.cache)
+
+    def _queue(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[Scheduler, list[Request]]:
+        sizes = self.runner.sizes
+        scheduler = Scheduler(
+            BlockManager(sizes.num_blocks), self.runner.geometry, sizes.max_num_seqs, sizes.max_num_batched_tokens
+        )
+        requests = [
+            Request(number, [int(token) for token in prompt], SamplingParams(), count, 0, frozenset(), RequestMetrics(0))
+            for number, prompt in enumerate(prompts)
+        ]
+        for request in requests:
+            scheduler.add(request)
+        return scheduler, requests
+
+    @staticmethod
+    def _append(scheduler: Scheduler, request: Request, trace: Trace, count: int) -> None:
+        token = int(np.argmax(trace.every_logits[-1]))
+        request.output_token_ids.append(token)
+        trace.tokens.append(token)
+        if len(trace.tokens) == count:
+            request.finish("length")
+            scheduler.release(request)

@@ -1,0 +1,20 @@
+"""Every dense family against logits and greedy tokens that transformers gave for the same tiny checkpoint."""
+
+import numpy as np
+import pytest
+from harness import golden, loaded
+
+FAMILIES = ["llama2", "llama3", "llama-linear", "llama-bias", "smollm2", "qwen2", "qwen3", "qwen3-tied"]
+TOLERANCE = 2e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_greedy_tokens_equal_transformers(family: str) -> None:
+    expected = golden(family)
+    prompts = [expected["prompt"], expected["short_prompt"], expected["long_prompt"]]
+    first, short, long = loaded(family, max_num_batched_tokens=64).greedy(prompts, 24)
+    np.testing.assert_allclose(first.prompt_logits, expected["logits"], rtol=0, atol=TOLERANCE)
+    np.testing.assert_array_equal(first.tokens, expected["greedy"])
+    np.testing.assert_allclose(first.logits, expected["greedy_logits"], rtol=0, atol=TOLERANCE)
+    np.testing.assert_array_equal(short.tokens[:8], expected["short_greedy"])
+    np.testing.assert_array_equal(long.tokens[:16], expected["long_greedy"])
