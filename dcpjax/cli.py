@@ -56,8 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
-    except SystemExit as leave:  # argparse, after --help
-        return leave.code if isinstance(leave.code, int) else 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -86,7 +84,11 @@ def _dispatch(arguments: list[str]) -> int:
     command = COMMANDS[name]
     parser = Parser(prog=f"dcpjax {name}", usage=command.usage, description=f"{command.summary}.".capitalize())
     command.add_flags(parser)
-    return command.run(parse(parser, arguments[1:]))
+    try:
+        flags = parse(parser, arguments[1:])
+    except SystemExit:  # argparse leaves after --help, and only then
+        return 0
+    return command.run(flags)
 
 
 def _help() -> str:

@@ -83,7 +83,7 @@ class Chat:
                 self.turn(line)
 
     def turn(self, line: str) -> None:
-        """Send one message and print the answer. A message that fails is not kept."""
+        """Send one message and print the answer. A message that fails, or is stopped before any text, is not kept."""
         asked = [*self.messages, {"role": "user", "content": line}]
         try:
             tokens = self._count(asked)
@@ -94,7 +94,7 @@ class Chat:
         answer = self._answer(asked, tokens)
         if answer.error:
             self._fail(answer.error)
-        elif answer.text:
+        elif answer.text or answer.finish_reason:
             self.messages = [*asked, {"role": "assistant", "content": answer.text}]
         if answer.finish_reason == "length":
             say(self._cut(tokens + answer.tokens))

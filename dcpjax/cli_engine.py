@@ -58,6 +58,8 @@ class Choice:
             )
         engine, sampling = flags.options(EngineConfig), flags.options(SamplingParams)
         sampling = {"max_tokens": max_tokens, **sampling}
+        if engine.get("seed", 0) is None:  # one flag for both seeds; only a request may be without
+            del engine["seed"]
         EngineConfig.from_options(engine)
         SamplingParams.from_options(sampling)
         return cls(model=flags.get("model"), engine=engine, sampling=sampling)
@@ -121,9 +123,9 @@ def timed() -> Iterator[Clock]:
 
     clock, started = Clock(), time.monotonic()
 
-    def note(event: str, seconds: float, **_: Any) -> None:
+    def note(event: str, duration_secs: float, **_: Any) -> None:
         if event.startswith("/jax/core/compile/"):
-            clock.compiling += seconds
+            clock.compiling += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:

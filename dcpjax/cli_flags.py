@@ -177,6 +177,9 @@ def _kebab(parser: Parser, word: str) -> str:
 
 
 def _unknown(parser: Parser, name: str) -> str:
-    near = difflib.get_close_matches(name.replace("_", "-"), parser.flags, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
+    """Flags are never abbreviated, but the beginning of one is a good hint."""
+    kebab, known = name.replace("_", "-"), [known for known in parser.flags if known.startswith("--")]
+    near = [flag for flag in known if flag.startswith(kebab)][:3]
+    near = near or difflib.get_close_matches(kebab, known, n=1, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"see {parser.prog} --help"
     return f"unknown flag {name}; {hint}"

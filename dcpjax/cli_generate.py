@@ -81,9 +81,7 @@ def _read(name: str) -> str:
             with open(name, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
                 text = file.read()
         except OSError as error:
-            raise ValueError(
-                f"--prompt-file must be a readable file, but {name} is not: {error.strerror}"
-            ) from error
+            raise ValueError(f"--prompt-file must be a readable file, but {name} is not: {error.strerror}") from error
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -115,9 +113,7 @@ def _stream(llm: "LLM", inputs: list[Any], params: "SamplingParams", flags: Flag
     return 0
 
 
-def _collect(
-    llm: "LLM", prompts: list[str], inputs: list[Any], params: "SamplingParams", flags: Flags
-) -> int:
+def _collect(llm: "LLM", prompts: list[str], inputs: list[Any], params: "SamplingParams", flags: Flags) -> int:
     start = llm.chat if flags.get("chat") else llm.generate
     with timed() as clock:
         results = start(inputs, params)

@@ -66,12 +66,12 @@ def merge_a2a(part: Partial, features: int) -> jax.Array:
         packed = packed.reshape(tokens, ranks, heads // ranks, head_dim + 1)
         received = jax.lax.all_to_all(packed, DCP, split_axis=1, concat_axis=0, tiled=False)
         out, lse = received[..., :-1], received[..., -1]
-        share = weight(lse, jax.nn.logsumexp(lse, axis=0))
+        share = weight(lse, jax.nn.logsumexp(lse, axis=0, keepdims=True))
         return jnp.sum(out * share[..., None], axis=0).reshape(tokens, features // ranks)
     flat = flatten_heads(part.out, features).reshape(tokens, ranks, features // ranks)
     received = jax.lax.all_to_all(flat, DCP, split_axis=1, concat_axis=0, tiled=False)
     every_lse = jax.lax.all_gather(part.lse, DCP)
-    share = weight(every_lse, jax.nn.logsumexp(every_lse, axis=0))
+    share = weight(every_lse, jax.nn.logsumexp(every_lse, axis=0, keepdims=True))
     return jnp.sum(received * own_features(_per_feature(share, head_dim, features)), axis=0)
 
 

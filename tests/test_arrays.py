@@ -187,18 +187,14 @@ def test_dummy_weights_are_the_same_on_every_layout(devices, dcp):
     one, pool = place(1, 1), place(devices, dcp)
     array = dummy(query_spec(pool), pool, seed=7)
     assert array.sharding == query_spec(pool).sharding(pool)
-    np.testing.assert_array_equal(
-        entries(array, query_spec(pool)), np.asarray(dummy(query_spec(one), one, seed=7))
-    )
+    np.testing.assert_array_equal(entries(array, query_spec(pool)), np.asarray(dummy(query_spec(one), one, seed=7)))
 
 
 def test_copied_dummy_heads_are_equal_on_every_layout():
     axes = (Axis(6, "kv_heads", groups=2, repeat=4), Axis(5))
     spec, pool = ArraySpec(axes=axes, dtype="float32"), place(8, 1)
     once, one = ArraySpec(axes=(Axis(6, "kv_heads"), Axis(5)), dtype="float32"), place(1, 1)
-    np.testing.assert_array_equal(
-        entries(dummy(spec, pool, seed=3), spec), np.asarray(dummy(once, one, seed=3))
-    )
+    np.testing.assert_array_equal(entries(dummy(spec, pool, seed=3), spec), np.asarray(dummy(once, one, seed=3)))
 
 
 def test_dummy_weights_depend_on_the_seed_and_are_of_a_plausible_size():

@@ -129,9 +129,7 @@ def on_mesh(tp: int, dcp: int, features: int) -> Callable[[jax.Array, jax.Array]
 
     mesh = make_mesh(Layout(tensor_parallel_size=tp * dcp, decode_context_parallel_size=dcp))
     per_device, whole_pool = P("tp", "dcp"), P(None, ("tp", "dcp"))
-    mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=(per_device, per_device), out_specs=whole_pool, check_vma=False
-    )
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(per_device, per_device), out_specs=whole_pool, check_vma=False)
     return jax.jit(mapped)
 
 
