@@ -101,7 +101,7 @@ class Chat:
 
     def _answer(self, asked: list[dict[str, str]], tokens: int) -> Answer:
         answer = Answer()
-        with timed() as clock:
+        with timed(self.llm) as clock:
             try:
                 print_stream(self.llm.stream_chat(asked, self.params), answer)
             except KeyboardInterrupt:

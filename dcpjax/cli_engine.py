@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from dcpjax.cli_flags import Flags, Parser, add_options
 from dcpjax.config import EngineConfig
@@ -30,7 +30,8 @@ def add_model_flags(parser: Parser, *, max_tokens: int) -> None:
         "--model",
         help="a folder in Hugging Face form, a .gguf file, a hub id, or smollm2-135m to try one out; required",
     )
-    own = {name: f"the model's own, else {_default(name)}" for name in ("temperature", "top_p", "top_k", "min_p")}
+    own = {name: f"the model's own, else {_default(name)}" for name in ("top_p", "top_k", "min_p")}
+    own["temperature"] = "the model's own, else 0"
     add_options(
         parser,
         "choosing tokens",
@@ -70,8 +71,11 @@ class Choice:
         return LLM(self.model, **self.engine)
 
     def params(self, llm: "LLM") -> SamplingParams:
-        """What the model asks for, changed by what the user asks for."""
-        return replace(llm.get_default_sampling_params(), **self.sampling)
+        """What the model asks for, greedy if it asks for nothing, changed by what the user asks for."""
+        params = llm.get_default_sampling_params()
+        if llm.files.generation_config.get("temperature") is None:
+            params = replace(params, temperature=0.0)
+        return replace(params, **self.sampling)
 
 
 @dataclass
@@ -89,14 +93,14 @@ class Answer:
         self.finish_reason, self.error = event.finish_reason, event.error
 
 
-def print_stream(events: Iterator[StreamEvent], answer: Answer) -> None:
+def print_stream(events: Generator[StreamEvent], answer: Answer) -> None:
     """Print text as it becomes certain and end its line. However this is left, the generator is closed.
 
     The first piece waits for the second event: the program for the second token is compiled in between, and
     the bar that says so would be drawn over it.
     """
     waiting, started = "", False  # not printed yet
-    with contextlib.closing(cast("Generator[StreamEvent]", events)):
+    with contextlib.closing(events):
         try:
             for event in events:
                 answer.take(event)
@@ -117,22 +121,14 @@ class Clock:
 
 
 @contextlib.contextmanager
-def timed() -> Iterator[Clock]:
+def timed(llm: "LLM") -> Iterator[Clock]:
     """A clock that is right once the block has been left."""
-    import jax.monitoring
-
-    clock, started = Clock(), time.monotonic()
-
-    def note(event: str, duration_secs: float, **_: Any) -> None:
-        if event.startswith("/jax/core/compile/"):
-            clock.compiling += duration_secs
-
-    jax.monitoring.register_event_duration_secs_listener(note)
+    clock, started, compiled = Clock(), time.monotonic(), llm.runner.compile_seconds
     try:
         yield clock
     finally:
         clock.seconds = time.monotonic() - started
-        jax.monitoring.unregister_event_duration_listener(note)
+        clock.compiling = llm.runner.compile_seconds - compiled
 
 
 def statistics(llm: "LLM", *, prompt_tokens: int, new_tokens: int, clock: Clock) -> str:

@@ -103,7 +103,7 @@ def _streams(flags: Flags, single: bool) -> bool:
 def _stream(llm: "LLM", inputs: list[Any], params: "SamplingParams", flags: Flags) -> int:
     answer = Answer()
     start = llm.stream_chat if flags.get("chat") else llm.stream
-    with timed() as clock:
+    with timed(llm) as clock:
         print_stream(start(inputs, params), answer)
     if answer.error:
         return _report_failures([answer.error])
@@ -115,7 +115,7 @@ def _stream(llm: "LLM", inputs: list[Any], params: "SamplingParams", flags: Flag
 
 def _collect(llm: "LLM", prompts: list[str], inputs: list[Any], params: "SamplingParams", flags: Flags) -> int:
     start = llm.chat if flags.get("chat") else llm.generate
-    with timed() as clock:
+    with timed(llm) as clock:
         results = start(inputs, params)
     write = _write_json if flags.get("json") else _write_text
     write(prompts, results)

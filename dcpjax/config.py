@@ -69,8 +69,14 @@ class EngineConfig:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(Dtype))
         _one_of("dcp_comm_backend", self.dcp_comm_backend, get_args(CommBackend))
         _one_of("load_format", self.load_format, get_args(LoadFormat))
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], but is {self.gpu_memory_utilization}; use 0.9")
+        _integer("seed", self.seed)
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], but is {share!r}; use 0.9")
+        if not isinstance(self.dcp_replicate_q, bool):
+            raise ValueError(f"dcp_replicate_q must be True or False, but is {self.dcp_replicate_q!r}")
+        if not isinstance(self.compilation_cache, bool | str | os.PathLike):
+            raise ValueError(f"compilation_cache must be True, False or a folder, but is {self.compilation_cache!r}")
         self._check_division()
 
     @classmethod
@@ -94,6 +100,11 @@ class EngineConfig:
                 f"= {dcp} * {self.cp_kv_cache_interleave_size} = {unit}, but is {self.block_size}; "
                 f"use {max(1, round(self.block_size / unit)) * unit}"
             )
+
+
+def _integer(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, but is {value!r}; use 0")
 
 
 def _positive(name: str, value: Any) -> None:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -67,9 +67,7 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json asks for, on top of the defaults."""
         config = self.files.generation_config
-        if not config.get("do_sample", False):
-            return SamplingParams()
-        names = {"temperature", "top_p", "top_k", "min_p"}
+        names = ("temperature", "top_p", "top_k", "min_p")
         return SamplingParams(**{name: config[name] for name in names if config.get(name) is not None})
 
     def generate(
@@ -113,7 +111,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent]:
         """Yield text as it becomes certain. Closing the generator ends its requests and frees their blocks."""
         return self._run(self._jobs(prompts, sampling_params))
 
@@ -123,7 +121,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent]:
         """`chat`, as a stream."""
         return self._run(self._chat_jobs(messages, sampling_params, tools, True, False))
 
@@ -209,7 +207,7 @@ class LLM:
                     meter.update()
         return [job.output for job in jobs]
 
-    def _run(self, jobs: list["_Job"]) -> Iterator[StreamEvent]:
+    def _run(self, jobs: list["_Job"]) -> Generator[StreamEvent]:
         """Drive the engine until these jobs are done; others' tokens go to their own queues."""
         try:
             for job in jobs:
@@ -270,7 +268,8 @@ class LLM:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             seed=_seed(params, index, self.engine_config.seed, number),
             end_token_ids=frozenset(ends),
-            metrics=job.output.metrics if params.n == 1 else RequestMetrics(job.output.metrics.arrival_time),
+            # the result shows the moments of its first completion
+            metrics=job.output.metrics if index == 0 else RequestMetrics(job.output.metrics.arrival_time),
         )
 
     def _stream(self, params: SamplingParams) -> TextStream:

@@ -1,10 +1,13 @@
 """Progress bars on standard error that vanish when it is no terminal."""
 
+import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tqdm import tqdm
+
+CLEAR_LINE = "\r\033[K"
 
 
 def bar(
@@ -20,3 +23,16 @@ def bar(
         disable=None if shown else True,
         dynamic_ncols=True,
     )
+
+
+@contextlib.contextmanager
+def status(text: str, *, shown: bool = True) -> Iterator[None]:
+    """One line while something without steps goes on, cleared when done."""
+    visible = shown and sys.stderr.isatty()
+    if visible:
+        print(text, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if visible:
+            print(CLEAR_LINE, end="", file=sys.stderr, flush=True)

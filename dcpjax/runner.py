@@ -4,6 +4,7 @@ Knows arrays and batches; knows nothing about queues or text.
 """
 
 import importlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -12,20 +13,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from dcpjax.batch import Shapes, build
+from dcpjax.batch import Batch, Shapes, build
 from dcpjax.config import EngineConfig
 from dcpjax.devices import ensure_devices, keep_compiled_programs
 from dcpjax.model_files import ModelFiles
 from dcpjax.models.attention import Runtime
 from dcpjax.models.config import FAMILIES, ModelConfig, from_hf
 from dcpjax.models.kv_cache import CacheGeometry, storage_dtype
-from dcpjax.progress import bar
+from dcpjax.progress import status
 from dcpjax.scheduler import Scheduled
 from dcpjax.sharding import arrays
 from dcpjax.sharding.arrays import is_spec
 from dcpjax.sharding.mesh import Layout, check_layout, make_mesh
 from dcpjax.sharding.rules import Placement, Rules
-from dcpjax.step import compile_on_demand, run_step
+from dcpjax.step import StepOutput, compile_on_demand, run_step
 from dcpjax.weights import dummy_weights, load_weights
 
 CPU_CACHE_BYTES = 2**30  # default cache of all virtual CPU devices together
@@ -67,7 +68,8 @@ class Runner:
             table_width=self._table_width(),
         )
         self._step = compile_on_demand(run_step, self.model, self.config, self.runtime, self.cache)
-        self._compiled: set[tuple[int, ...]] = set()
+        self._seen_shapes: set[tuple[tuple[int, ...], ...]] = set()
+        self.compile_seconds = 0.0
 
     @property
     def place(self) -> Placement:
@@ -80,15 +82,24 @@ class Runner:
     def run(self, step: Sequence[Scheduled]) -> tuple[np.ndarray, np.ndarray]:
         """Run one step: next token int32 [R] and whether its logits were finite bool [R], in the order of `step`."""
         batch = build(step, self.shapes, self.geometry)
-        shape = tuple(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
-        if shape in self._compiled:
-            output, self.cache = self._step(self.weights, self.cache, batch)
+        shape = tuple(leaf.shape for leaf in jax.tree.leaves(batch))
+        if shape in self._seen_shapes:
+            output = self._call(batch)
         else:
-            with bar(description=f"compiling for {batch.tokens.size} tokens", total=1, shown=self.progress):
-                output, self.cache = self._step(self.weights, self.cache, batch)
-            self._compiled.add(shape)
-        tokens, finite = jax.device_get((output.tokens, output.finite))
-        return tokens, finite
+            output = self._first_call(batch)
+            self._seen_shapes.add(shape)
+        return jax.device_get((output.tokens, output.finite))
+
+    def _call(self, batch: Batch) -> StepOutput:
+        output, self.cache = self._step(self.weights, self.cache, batch)
+        return output
+
+    def _first_call(self, batch: Batch) -> StepOutput:
+        started = time.monotonic()
+        with status(f"compiling the step for {batch.tokens.size} tokens", shown=self.progress):
+            output = self._call(batch)
+        self.compile_seconds += time.monotonic() - started
+        return output
 
     def restore_cache(self) -> bool:
         """Make an empty cache if a failed step has used up the donated one; True if it had to."""

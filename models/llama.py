@@ -82,7 +82,7 @@ def _layer_specs(config: ModelConfig, layout: Layout, dtype: str) -> LayerWeight
         return ArraySpec(axes=(rows, columns), dtype=dtype)
 
     def vector(axis: Axis, used: bool = True, ones: bool = False) -> ArraySpec | None:
-        return ArraySpec(axes=(axis,), dtype=dtype, init="ones" if ones else "zeros") if used else None
+        return ArraySpec(axes=(axis,), dtype=dtype, init="ones" if ones else "normal") if used else None
 
     return LayerWeights(
         input_norm=vector(model, ones=True),

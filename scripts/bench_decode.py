@@ -85,9 +85,7 @@ class Reference:
         source = files.tensors()
         self.model: Any = LlamaForCausalLM(LlamaConfig(**files.config))
         state = {
-            name: torch.from_numpy(
-                np.array(source.read(name, (slice(None),) * len(source.shape(name))), np.float32)
-            )
+            name: torch.from_numpy(np.array(source.read(name, (slice(None),) * len(source.shape(name))), np.float32))
             for name in source.names()
         }
         self.model.load_state_dict(state, strict=False)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def golden(family: str) -> dict[str, np.ndarray]:
     return dict(np.load(GOLDENS / family / "golden.npz"))
 
 
-@lru_cache(maxsize=None)
+@cache
 def loaded(family: str, **options: Any) -> "Stepper":
     """A golden checkpoint on a layout; options are those of `EngineConfig`."""
     return Stepper(GOLDENS / family, **options)
@@ -95,7 +95,9 @@ class Stepper:
             BlockManager(sizes.num_blocks), self.runner.geometry, sizes.max_num_seqs, sizes.max_num_batched_tokens
         )
         requests = [
-            Request(number, [int(token) for token in prompt], SamplingParams(), count, 0, frozenset(), RequestMetrics(0))
+            Request(
+                number, [int(token) for token in prompt], SamplingParams(), count, 0, frozenset(), RequestMetrics(0)
+            )
             for number, prompt in enumerate(prompts)
         ]
         for request in requests:

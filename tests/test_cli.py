@@ -43,7 +43,9 @@ class FakeLLM:
         sizes=SimpleNamespace(num_blocks=91),
         geometry=SimpleNamespace(block_size=256),
         config=SimpleNamespace(num_kv_heads=1),
+        compile_seconds=0.0,
     )
+    files = SimpleNamespace(generation_config={"temperature": 0.7, "top_k": 40})
 
     def __init__(self, model, **options):
         self.model, self.options, self.calls, self.closed = model, options, [], 0
@@ -323,6 +325,12 @@ def test_the_first_piece_waits_for_the_second_event(capsys):
     print_stream(events(), answer)
     assert (seen, capsys.readouterr().out) == (["", "ab"], "c\n")
     assert (answer.text, answer.tokens, answer.finish_reason) == ("abc\n", 3, "stop")
+
+
+def test_a_model_that_asks_for_no_sampling_is_greedy(fake, monkeypatch):
+    monkeypatch.setattr(FakeLLM, "files", SimpleNamespace(generation_config={}))
+    assert main(["generate", "x", "--model", "m"]) == 0
+    assert FakeLLM.last.calls[0][1].temperature == 0
 
 
 def test_time_spent_compiling_is_named_and_is_no_speed():

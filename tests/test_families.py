@@ -1,5 +1,7 @@
 """Every dense family against logits and greedy tokens that transformers gave for the same tiny checkpoint."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from harness import golden, loaded
@@ -10,9 +12,29 @@ TOLERANCE = 2e-4
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_greedy_tokens_equal_transformers(family: str) -> None:
+    assert_equal_to_transformers(family)
+
+
+@pytest.mark.parametrize(
+    ("family", "devices", "dcp"),
+    [
+        ("llama2", 8, 2),
+        ("llama3", 8, 4),
+        ("llama-bias", 6, 2),
+        ("smollm2", 8, 8),
+        ("qwen2", 4, 2),
+        ("qwen3", 8, 2),
+        ("qwen3-tied", 4, 4),
+    ],
+)
+def test_families_on_a_mesh_equal_transformers(family: str, devices: int, dcp: int) -> None:
+    assert_equal_to_transformers(family, tensor_parallel_size=devices, decode_context_parallel_size=dcp)
+
+
+def assert_equal_to_transformers(family: str, **options: Any) -> None:
     expected = golden(family)
     prompts = [expected["prompt"], expected["short_prompt"], expected["long_prompt"]]
-    first, short, long = loaded(family, max_num_batched_tokens=64).greedy(prompts, 24)
+    first, short, long = loaded(family, max_num_batched_tokens=64, **options).greedy(prompts, 24)
     np.testing.assert_allclose(first.prompt_logits, expected["logits"], rtol=0, atol=TOLERANCE)
     np.testing.assert_array_equal(first.tokens, expected["greedy"])
     np.testing.assert_allclose(first.logits, expected["greedy_logits"], rtol=0, atol=TOLERANCE)

@@ -16,9 +16,10 @@ def geometry(stripes: int, dcp: int, interleave: int) -> CacheGeometry:
 
 GEOMETRIES = st.builds(geometry, st.integers(1, 12), st.integers(1, 8), st.integers(1, 6))
 LONG_BLOCKS = st.builds(
-    lambda slots, dcp: CacheGeometry(block_size=slots * dcp, dcp=dcp, interleave=1),
+    lambda slots, dcp, interleave: CacheGeometry(block_size=slots * dcp, dcp=dcp, interleave=interleave or slots),
     st.sampled_from([127, 128, 129, 130, 192, 254, 256, 257, 384, 512, 640]),
     st.sampled_from([1, 2]),
+    st.sampled_from([1, None]),  # None: each rank's share of a block is one stretch, as long as several chunks
 )
 
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import loaded
+from harness import GOLDENS, Trace, loaded
 
-from dcpjax.models.config import from_hf
 from dcpjax.model_files import open_model
+from dcpjax.models.config import from_hf
 from dcpjax.sharding.mesh import legal_layouts
-from harness import GOLDENS, Trace
 
 TOLERANCE = 2e-5
+EIGHT_RANKS = {"tensor_parallel_size": 8, "decode_context_parallel_size": 8, "load_format": "dummy"}
 MERGES = ("ag_rs", "a2a", "psum")
 # every length up to 2 * 8 + 1, then around block edges
 LENGTHS = [*range(1, 18), 31, 32, 33, 47, 48, 49]
@@ -25,7 +25,9 @@ def prompts(vocab: int) -> list[list[int]]:
 
 def run(family: str, **options: Any) -> list[Trace]:
     vocab = open_model(GOLDENS / family).config["vocab_size"]
-    return loaded(family, max_num_seqs=32, max_num_batched_tokens=128, **options).greedy(prompts(vocab), 4)
+    return loaded(family, load_format="dummy", max_num_seqs=32, max_num_batched_tokens=128, **options).greedy(
+        prompts(vocab), 4
+    )
 
 
 def assert_equal_to_one_device(family: str, **options: Any) -> None:
@@ -107,7 +109,7 @@ def test_a_query_projection_kept_whole_on_every_rank(merge: str) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 16, 50])
 def test_chunked_prefill_equals_one_chunk(chunk: int) -> None:
     """Contexts over many chunks, with extensions that do not divide by the group."""
-    options = {"tensor_parallel_size": 8, "decode_context_parallel_size": 8, "max_num_seqs": 1}
+    options: dict[str, Any] = {**EIGHT_RANKS, "max_num_seqs": 1}
     prompt = np.random.default_rng(3).integers(0, 101, 75).tolist()
     whole = loaded("smollm2", max_num_batched_tokens=128, **options).greedy([prompt], 6)
     parts = loaded("smollm2", max_num_batched_tokens=chunk, **options).greedy([prompt], 6)
@@ -117,7 +119,7 @@ def test_chunked_prefill_equals_one_chunk(chunk: int) -> None:
 
 @pytest.mark.parametrize(("poison", "dcp"), list(product([np.nan, 1e30, np.inf], [1, 8])))
 def test_unused_slots_change_nothing(poison: float, dcp: int) -> None:
-    options = {"tensor_parallel_size": dcp, "decode_context_parallel_size": dcp, "max_num_seqs": 32}
+    options: dict[str, Any] = {"tensor_parallel_size": dcp, "decode_context_parallel_size": dcp, "max_num_seqs": 32}
     stepper = loaded("smollm2", max_num_batched_tokens=128, **options)
     clean = stepper.greedy(prompts(101), 4)
     stepper.poison(poison)
@@ -134,6 +136,3 @@ def test_batch_sizes_give_the_same_tokens() -> None:
             group = stepper.greedy(prompts(101)[first : first + size], 4)
             for expected, found in zip(together[first : first + size], group, strict=True):
                 assert found.tokens == expected.tokens
-
-
-EIGHT_RANKS = {"tensor_parallel_size": 8, "decode_context_parallel_size": 8}

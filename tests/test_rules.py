@@ -53,7 +53,7 @@ def test_two_logical_axes_on_one_mesh_axis_are_refused(axes):
 
 
 def test_an_unknown_logical_axis_is_refused_by_name_with_the_known_ones():
-    with pytest.raises(ValueError, match="logical axis must be one of .*, but is 'head'") as refusal:
+    with pytest.raises(ValueError, match=r"logical axis must be one of .*, but is 'head'") as refusal:
         Rules().spec((None, "head"))
     assert all(repr(name) in str(refusal.value) for name in LOGICAL_AXES)
 

@@ -188,7 +188,7 @@ def test_a_seeded_draw_does_not_depend_on_what_neighbours_ask_for(neighbour):
 
 def test_each_row_gets_what_its_own_options_ask_for():
     options = [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.3, "temperature": 5.0}, {"temperature": 1.0}]
-    allowed = [reference(**{"top_k": 1}), reference(top_k=1), reference(**options[2]), reference()]
+    allowed = [reference(top_k=1), reference(top_k=1), reference(**options[2]), reference()]
     for generated in range(50):
         requests = [request(SamplingParams(**each), seed=9, generated=generated) for each in options]
         for token, chances in zip(tokens(np.stack([LOGITS] * 4), requests), allowed, strict=True):

@@ -159,6 +159,16 @@ def test_a_request_that_is_itself_the_youngest_gives_way_to_its_elders():
     assert plan.running == [old]
 
 
+def test_a_preempted_request_has_no_part_in_the_step_that_preempts_it():
+    """The elder has two tokens pending, so it is planned after the younger, whose entry must go again."""
+    plan = scheduler(num_blocks=3)
+    elder, younger = add(plan, 4, 4)
+    advance(plan)
+    elder.output_token_ids.append(0)
+    assert shown(plan.schedule()) == [(0, 4, 2)]
+    assert list(plan.waiting) == [younger]
+
+
 def test_preempted_requests_come_back_in_their_order_before_newer_ones():
     plan = scheduler(num_blocks=6)
     add(plan, 2, 2, 2, 2)

@@ -38,9 +38,7 @@ def make_runner(tp: int, dcp: int, **options: Any) -> Runner:
 def scheduled(lengths: list[int], count: int = 1) -> list[Scheduled]:
     return [
         Scheduled(
-            Request(
-                number, [3] * length, SamplingParams(temperature=0), 4, 0, frozenset(), RequestMetrics(0.0)
-            ),
+            Request(number, [3] * length, SamplingParams(temperature=0), 4, 0, frozenset(), RequestMetrics(0.0)),
             length - count,
             count,
             list(range(8 * number, 8 * number + 8)),
@@ -107,7 +105,9 @@ def test_no_collective_moves_the_cache_and_every_cache_byte_is_aliased(tp: int, 
         program = compiled(runner, step)
         assert program.memory_analysis().alias_size_in_bytes == per_device
         for kind, result in instructions(program.as_text()):
-            elements = [int(np.prod([int(n) for n in dims.split(",") if n])) for dims in re.findall(r"\[([\d,]*)\]", result)]
+            elements = [
+                int(np.prod([int(n) for n in dims.split(",") if n])) for dims in re.findall(r"\[([\d,]*)\]", result)
+            ]
             assert max(elements) < smallest / 4, f"{kind} moves {result}"
 
 

@@ -63,6 +63,8 @@ def test_the_wheel_names_its_licence_and_its_command(wheel):
 
 def test_the_installed_wheel_imports_under_its_own_names(wheel, tmp_path):
     wheel.extractall(tmp_path)
-    program = "import dcpjax.models.kv_cache as kv_cache, dcpjax.sharding.mesh as mesh; print(kv_cache.__file__, mesh.__file__)"
+    program = (
+        "from dcpjax.models import kv_cache; from dcpjax.sharding import mesh; print(kv_cache.__file__, mesh.__file__)"
+    )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert run.stdout.split() == [f"{tmp_path}/dcpjax/models/kv_cache.py", f"{tmp_path}/dcpjax/sharding/mesh.py"]
