@@ -9,6 +9,7 @@ from hypothesis import settings
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.devices()  # starts the backend: what needs more devices is refused from here on
 
 settings.register_profile("default", max_examples=40, deadline=None)
 settings.register_profile("full", max_examples=2000, deadline=None)

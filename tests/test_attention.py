@@ -41,9 +41,10 @@ def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> tupl
     return out, lse
 
 
-def assert_close(found: Partial, expected: tuple[np.ndarray, np.ndarray]) -> None:
-    np.testing.assert_allclose(found.out, expected[0], rtol=1e-5, atol=2e-6)
-    np.testing.assert_allclose(found.lse, expected[1], rtol=1e-6, atol=2e-6)
+def assert_close(found: Partial, expected: tuple[np.ndarray, np.ndarray], rounding: float = 0.0) -> None:
+    """`rounding` is that of the largest possible score in float32, which no softmax can undo."""
+    np.testing.assert_allclose(found.out, expected[0], rtol=1e-5, atol=2e-6 + 2 * rounding)
+    np.testing.assert_allclose(found.lse, expected[1], rtol=1e-6, atol=2e-6 + rounding)
 
 
 # --- the contract, on one device
@@ -61,10 +62,18 @@ def random_case(shape: tuple[int, ...], seed: int, scale: float = 1.0) -> tuple[
     return (scale * q).astype(np.float32), k.astype(np.float32), v.astype(np.float32), mask
 
 
+def poison(x: np.ndarray, where: np.ndarray | int, value: float) -> np.ndarray:
+    """A poisoned copy: a device may still be reading `x` itself."""
+    poisoned = x.copy()
+    poisoned[where] = value
+    return poisoned
+
+
 @given(SHAPES, SEEDS, st.sampled_from([0.1, 1.0, 5.0]))
 def test_partial_equals_dense_softmax(shape, seed, scale):
     case = random_case(shape, seed, scale)
-    assert_close(contract(*case), dense(*case))
+    q, k = np.abs(case[0]), np.abs(case[1])
+    assert_close(contract(*case), dense(*case), rounding=np.finfo(np.float32).eps * (q.max() * k.max() * shape[3]))
 
 
 @given(SHAPES, SEEDS)
@@ -80,15 +89,14 @@ def test_a_query_that_sees_no_key_gets_zero_and_minus_infinity(shape, seed):
 def test_what_keys_hold_that_nobody_sees_changes_nothing(shape, seed, key_poison, value_poison):
     q, k, v, mask = random_case(shape, seed)
     hidden = ~mask.any(0)
+    poisoned = contract(q, poison(k, hidden, key_poison), poison(v, hidden, value_poison), mask)
     clean = contract(q, k, v, mask)
-    k[hidden], v[hidden] = key_poison, value_poison
-    poisoned = contract(q, k, v, mask)
     np.testing.assert_array_equal(poisoned.out, clean.out)
     np.testing.assert_array_equal(poisoned.lse, clean.lse)
 
 
 @pytest.mark.parametrize(
-    "poison",
+    "value",
     [
         pytest.param(np.nan, marks=SEEN_BY_ANOTHER),
         pytest.param(np.inf, marks=SEEN_BY_ANOTHER),
@@ -96,12 +104,12 @@ def test_what_keys_hold_that_nobody_sees_changes_nothing(shape, seed, key_poison
         -1e30,
     ],
 )
-def test_what_a_key_holds_changes_nothing_for_a_query_that_does_not_see_it(poison):
+def test_what_a_key_holds_changes_nothing_for_a_query_that_does_not_see_it(value):
     q, k, v, mask = random_case((2, 3, 3, 8, 9), 1)
     mask[0], mask[1] = np.arange(9) != 4, True
+    poisoned = contract(q, poison(k, 4, value), poison(v, 4, value), mask)
     clean = contract(q, k, v, mask)
-    k[4] = v[4] = poison
-    poisoned = contract(q, k, v, mask)
+    assert np.isfinite(clean.out).all()
     np.testing.assert_array_equal(poisoned.out[0], clean.out[0])
     np.testing.assert_array_equal(poisoned.lse[0], clean.lse[0])
 

@@ -78,7 +78,6 @@ def test_numbers_that_do_not_go_together_are_refused_with_the_legal_ones(options
     assert str(refusal.value) == sentence
 
 
-@pytest.mark.xfail(strict=True, reason="seed and dcp_replicate_q are not checked, gpu_memory_utilization only compared")
 @pytest.mark.parametrize(
     ("name", "value"),
     [("gpu_memory_utilization", "most"), ("seed", "lucky"), ("seed", 1.5), ("dcp_replicate_q", "yes")],

@@ -15,12 +15,12 @@ def geometry(stripes: int, dcp: int, interleave: int) -> CacheGeometry:
 
 
 GEOMETRIES = st.builds(geometry, st.integers(1, 12), st.integers(1, 8), st.integers(1, 6))
-LONG_BLOCKS = st.builds(
-    lambda slots, dcp, interleave: CacheGeometry(block_size=slots * dcp, dcp=dcp, interleave=interleave or slots),
-    st.sampled_from([127, 128, 129, 130, 192, 254, 256, 257, 384, 512, 640]),
-    st.sampled_from([1, 2]),
-    st.sampled_from([1, None]),  # None: each rank's share of a block is one stretch, as long as several chunks
-)
+LONG_BLOCKS = [
+    CacheGeometry(block_size=slots * dcp, dcp=dcp, interleave=interleave)
+    for slots in (127, 128, 129, 130, 192, 254, 256, 257, 384, 512, 640)
+    for dcp in (1, 2)
+    for interleave in (1, slots)  # at most one slot in a row, or all of a rank's in one stretch
+]
 
 
 def naive_places(where: CacheGeometry, tokens: int) -> list[tuple[int, int, int]]:
@@ -91,16 +91,27 @@ def chunk_of(where: CacheGeometry, block: int, slot: int) -> int:
     return block * (where.slots // where.chunk_slots_per_block) + slot // where.chunk_slots_per_block
 
 
-@given(GEOMETRIES | LONG_BLOCKS, st.data())
-def test_chunks_are_exactly_those_that_hold_a_token_on_some_rank(where, data):
-    most = max(3 * where.block_size, 2 * where.chunk_slots * where.dcp + 1)
-    edges = [edge + step for edge in range(0, most, where.block_size) for step in (0, 1)]
-    tokens = data.draw(st.integers(0, most) | st.sampled_from(edges))
-    live = {chunk_of(where, block, slot) for block, _, slot in naive_places(where, tokens)}
-    assert set(range(where.chunks(tokens))) == live
+def assert_chunks_follow_the_live_slots(where: CacheGeometry) -> None:
+    """Token after token: the chunks are exactly those that hold one on some rank."""
+    live: set[int] = set()
+    assert where.chunks(0) == 0
+    places = naive_places(where, max(3 * where.block_size, 2 * where.chunk_slots * where.dcp + 1))
+    for tokens, (block, _, slot) in enumerate(places, 1):
+        live.add(chunk_of(where, block, slot))
+        assert where.chunks(tokens) == max(live) + 1 == len(live)
 
 
-@given(GEOMETRIES | LONG_BLOCKS)
+@given(GEOMETRIES)
+def test_chunks_of_several_short_blocks_are_exactly_those_that_hold_a_token(where):
+    assert_chunks_follow_the_live_slots(where)
+
+
+@pytest.mark.parametrize("where", LONG_BLOCKS, ids=str)
+def test_chunks_of_a_long_block_are_exactly_those_that_hold_a_token(where):
+    assert_chunks_follow_the_live_slots(where)
+
+
+@given(GEOMETRIES | st.sampled_from(LONG_BLOCKS))
 def test_a_chunk_takes_equal_parts_of_a_block_or_whole_blocks(where):
     assert where.slots % where.chunk_slots_per_block == 0
     assert where.chunk_blocks == 1 or where.chunk_slots_per_block == where.slots

@@ -25,7 +25,7 @@ def prompts(vocab: int) -> list[list[int]]:
 
 def run(family: str, **options: Any) -> list[Trace]:
     vocab = open_model(GOLDENS / family).config["vocab_size"]
-    return loaded(family, load_format="dummy", max_num_seqs=32, max_num_batched_tokens=128, **options).greedy(
+    return loaded(family, load_format="dummy", max_num_seqs=32, max_num_batched_tokens=512, **options).greedy(
         prompts(vocab), 4
     )
 
@@ -120,7 +120,7 @@ def test_chunked_prefill_equals_one_chunk(chunk: int) -> None:
 @pytest.mark.parametrize(("poison", "dcp"), list(product([np.nan, 1e30, np.inf], [1, 8])))
 def test_unused_slots_change_nothing(poison: float, dcp: int) -> None:
     options: dict[str, Any] = {"tensor_parallel_size": dcp, "decode_context_parallel_size": dcp, "max_num_seqs": 32}
-    stepper = loaded("smollm2", max_num_batched_tokens=128, **options)
+    stepper = loaded("smollm2", max_num_batched_tokens=512, **options)
     clean = stepper.greedy(prompts(101), 4)
     stepper.poison(poison)
     poisoned = stepper.greedy(prompts(101), 4)
@@ -129,7 +129,7 @@ def test_unused_slots_change_nothing(poison: float, dcp: int) -> None:
 
 
 def test_batch_sizes_give_the_same_tokens() -> None:
-    stepper = loaded("smollm2", max_num_seqs=32, max_num_batched_tokens=128, **EIGHT_RANKS)
+    stepper = loaded("smollm2", max_num_seqs=32, max_num_batched_tokens=512, **EIGHT_RANKS)
     together = stepper.greedy(prompts(101), 4)
     for size in (1, 2, 4, 8):
         for first in range(0, 8, size):
