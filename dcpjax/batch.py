@@ -7,7 +7,7 @@ is compiled once. Padding is -1 and is dropped on the device.
     rows    |  0 |  1 |  2 |  3  3  3  3  3 |  4  4  4 | -1 -1 |
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -59,7 +59,7 @@ def _power_of(base: int, count: int, most: int, least: int = 1) -> int:
 
 
 def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) -> Batch:
-    """Lay the scheduled tokens out. Decodes (one token) must come first in `step`."""
+    """Lay the scheduled tokens out, in the order of `step`."""
     total = sum(scheduled.count for scheduled in step)
     decode_only = total == len(step)
     rows = shapes.rows(len(step), decode_only)
@@ -86,23 +86,24 @@ def _tiles(
     step: Sequence[Scheduled], rows: int, size: int, decode_only: bool, geometry: CacheGeometry
 ) -> tuple[Tiles, ...]:
     """Tiles of one token for the decodes; when prompts run too, tiles of many tokens for those."""
-    decodes = [(row, row, scheduled.start) for row, scheduled in enumerate(step) if scheduled.count == 1]
+    decodes = _tiles_of([entry.count == 1 for entry in step], step, 1)
     tiles = [_pack(decodes, 1, rows, geometry)]
     if not decode_only:
         tile = min(PREFILL_TILE, size)
-        tiles.append(_pack(list(_prompt_tiles(step, tile)), tile, size // tile + rows, geometry))
+        prompts = _tiles_of([entry.count > 1 for entry in step], step, tile)
+        tiles.append(_pack(prompts, tile, size // tile + rows, geometry))
     return tuple(tiles)
 
 
-def _prompt_tiles(step: Sequence[Scheduled], tile: int) -> Iterator[tuple[int, int, int]]:
-    """(first token in the step, row, last position) of each tile of the requests that run several tokens."""
-    first = 0
-    for row, scheduled in enumerate(step):
-        if scheduled.count > 1:
-            for offset in range(0, scheduled.count, tile):
-                count = min(tile, scheduled.count - offset)
-                yield first + offset, row, scheduled.start + offset + count - 1
-        first += scheduled.count
+def _tiles_of(wanted: Sequence[bool], step: Sequence[Scheduled], size: int) -> list[tuple[int, int, int]]:
+    """(first token in the step, row, last position) of each tile of the wanted entries."""
+    tiles, first = [], 0
+    for row, (entry, want) in enumerate(zip(step, wanted, strict=True)):
+        for offset in range(0, entry.count if want else 0, size):
+            count = min(size, entry.count - offset)
+            tiles.append((first + offset, row, entry.start + offset + count - 1))
+        first += entry.count
+    return tiles
 
 
 def _pack(tiles: Sequence[tuple[int, int, int]], size: int, capacity: int, geometry: CacheGeometry) -> Tiles:

@@ -14,6 +14,8 @@ from flax import struct
 
 from dcpjax.request import Request
 
+LEAST_TEMPERATURE = 1e-5  # below, dividing by it overflows: greedy, as in vLLM
+
 
 @struct.dataclass
 class SamplingBatch:
@@ -46,7 +48,8 @@ class SamplingBatch:
         banned = np.full((rows, _banned_width(requests)), -1, np.int32)
         for row, request in enumerate(requests):
             params = request.params
-            temperature[row], top_p[row], min_p[row] = params.temperature, params.top_p, params.min_p
+            temperature[row] = params.temperature if params.temperature >= LEAST_TEMPERATURE else 0.0
+            top_p[row], min_p[row] = params.top_p, params.min_p
             top_k[row] = max(0, min(params.top_k, 2**31 - 1))
             generated[row] = len(request.output_token_ids)
             seed[row] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF

@@ -21,11 +21,7 @@ class Scheduled:
     start: int
     count: int
     block_table: list[int]
-
-    @property
-    def samples(self) -> bool:
-        """Whether the last of these tokens is the request's newest, so that the next one follows from it."""
-        return self.start + self.count == self.request.num_tokens
+    samples: bool  # whether the last of these tokens is the request's newest, so that the next one follows from it
 
 
 class Scheduler:
@@ -58,7 +54,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> list[Scheduled]:
-        """Choose the next step's tokens and give them blocks. Decodes come first in the list."""
+        """Choose the next step's tokens and give them blocks. Entries of one token come first in the list."""
         budget = self.max_num_batched_tokens
         chosen: list[Scheduled] = []
         for request in sorted(self.running, key=lambda request: (request.num_pending > 1, request.number)):
@@ -66,7 +62,7 @@ class Scheduler:
                 budget -= self._take(request, budget, chosen)
         while budget and self._admit():
             budget -= self._take(self.running[-1], budget, chosen)
-        return chosen
+        return sorted(chosen, key=lambda entry: entry.count > 1)
 
     def update(self, step: list[Scheduled]) -> None:
         """Note that the step has run: its tokens are in the cache."""
@@ -88,7 +84,8 @@ class Scheduler:
 
     def _take(self, request: Request, budget: int, chosen: list[Scheduled]) -> int:
         count = min(request.num_pending, budget)
-        chosen.append(Scheduled(request, request.num_computed, count, self.blocks.table(request.number)))
+        table = self.blocks.table(request.number)
+        chosen.append(Scheduled(request, request.num_computed, count, table, count == request.num_pending))
         return count
 
     def _admit(self) -> bool:

@@ -49,6 +49,8 @@ class TextStream:
         if self._detokenizer is None or self.stopped:
             return ""
         self._pending += self._detokenizer.finish()
+        if self._tokens < self._params.min_tokens:
+            return self._give(len(self._pending))
         found = self._search()
         return found if self.stopped else found + self._give(len(self._pending))
 

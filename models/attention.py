@@ -20,8 +20,7 @@ from flax import struct
 from dcpjax.models.kv_cache import CacheGeometry, decode, encode
 from dcpjax.models.layers import Rotary, rms_norm, rotate
 from dcpjax.sharding.arrays import Leaf
-from dcpjax.sharding.merge import MERGES, Partial, flatten_heads
-from dcpjax.sharding.mesh import DCP
+from dcpjax.sharding.merge import MERGES, Partial, flatten_heads, gather_features, rank
 from dcpjax.sharding.rules import Placement
 
 
@@ -128,8 +127,14 @@ def fold(state: State, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
     shares = jnp.exp(scores - shift[..., None])
     keep = jnp.exp(state.top - shift)
-    v = jnp.where(jnp.any(mask, axis=0)[None, :, None], v, 0.0)
-    gained = _batched_dot(shares.reshape(kv_heads, queries * group, -1), v).reshape(q.shape)
+    usable = jnp.any(mask, axis=0)[None, :, None]
+    if queries > 1:  # a value that one query sees and another does not
+        finite = jnp.isfinite(v)
+        usable = usable & finite
+        tainted = jnp.any(mask[None] & ~jnp.all(finite, axis=-1)[:, None, :], axis=-1)  # [K, Q]
+    gained = _batched_dot(shares.reshape(kv_heads, queries * group, -1), jnp.where(usable, v, 0.0)).reshape(q.shape)
+    if queries > 1:
+        gained = jnp.where(tainted[:, :, None, None], jnp.nan, gained)
     return State(state.out * keep[..., None] + gained, top, state.total * keep + jnp.sum(shares, axis=-1))
 
 
@@ -359,20 +364,19 @@ def _attend_on_device(
     heads: int,
     runtime: Runtime,
 ) -> tuple[jax.Array, LayerCache]:
-    rank = jax.lax.axis_index(DCP)
     with jax.named_scope("gather_query"):
-        if runtime.place.dcp > 1 and not runtime.dcp_replicate_q:
-            q = jax.lax.all_gather(q, DCP, axis=1, tiled=True)
+        if not runtime.dcp_replicate_q:
+            q = gather_features(q)
     features = q.shape[1]
     with jax.named_scope("rope"):
         q, k = _heads(q[:, : heads * head_dim], head_dim), _heads(k, head_dim)
         q, k = _normed(q, norms[0], norms_eps), _normed(k, norms[1], norms_eps)
         q, k = rotate(q, angles) * head_dim**-0.5, rotate(k, angles)
     with jax.named_scope("cache_write"):
-        cache = write(cache, k, _heads(v, head_dim), work, runtime.geometry, rank)
+        cache = write(cache, k, _heads(v, head_dim), work, runtime.geometry, rank())
     with jax.named_scope("partial"):
         body = paged_partial if runtime.attention_body == "loop" else paged_partial_gathered
-        part = body(q, cache, work, runtime.geometry, rank)
+        part = body(q, cache, work, runtime.geometry, rank())
     with jax.named_scope("merge"):
         if runtime.place.dcp == 1:
             return flatten_heads(part.out, features), cache

@@ -56,6 +56,12 @@ def from_hf(config: Json) -> ModelConfig:
         raise ValueError(f"model_type must be one of {', '.join(sorted(FAMILIES))}, but is {family!r}")
     _refuse_unsupported(config)
     hidden, heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
+    kv_heads = _integer(config, "num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise ValueError(
+            f"config.json: num_attention_heads must be a multiple of num_key_value_heads={kv_heads}, but is {heads}"
+        )
+    head_dim = _integer(config, "head_dim", default=128 if family == "qwen3" else hidden // heads)
     attention_bias = bool(config.get("attention_bias", False))
     return ModelConfig(
         family=family,
@@ -64,10 +70,10 @@ def from_hf(config: Json) -> ModelConfig:
         intermediate_size=_integer(config, "intermediate_size"),
         num_layers=_integer(config, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=_integer(config, "num_key_value_heads", default=heads),
-        head_dim=_integer(config, "head_dim", default=128 if family == "qwen3" else hidden // heads),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=_rope(config),
+        rope=_rope(config, head_dim),
         max_position_embeddings=_integer(config, "max_position_embeddings", default=2048),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2" or attention_bias,
@@ -106,13 +112,16 @@ def _refuse_unsupported(config: Json) -> None:
         raise ValueError(f"config.json: layer_types must all be 'full_attention', but hold {sorted(kinds)}")
 
 
-def _rope(config: Json) -> RopeConfig:
+def _rope(config: Json, head_dim: int) -> RopeConfig:
     """Both the present form (`rope_parameters`) and the older one (`rope_theta`, `rope_scaling`)."""
     scaling: Json = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = float(scaling.get("rope_theta", config.get("rope_theta") or 10000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "linear", "llama3", "factors"):
         raise ValueError(f"config.json: rope_type must be default, linear or llama3, but is {kind!r}")
+    factors = tuple(float(factor) for factor in scaling.get("factors", ()))
+    if kind == "factors" and len(factors) != head_dim // 2:
+        raise ValueError(f"rope factors must be {head_dim // 2}, one per pair of dimensions, but are {len(factors)}")
     original = scaling.get("original_max_position_embeddings", config.get("max_position_embeddings", 0))
     return RopeConfig(
         theta=theta,
@@ -121,5 +130,5 @@ def _rope(config: Json) -> RopeConfig:
         low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
         high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
         original_max_position_embeddings=int(original),
-        factors=tuple(float(factor) for factor in scaling.get("factors", ())),
+        factors=factors,
     )

@@ -54,7 +54,7 @@ def our_step(files: ModelFiles, dtype: str, batch: int, context: int) -> tuple[S
     runner = Runner(files, config)
     blocks = runner.geometry.blocks(context)
     step = [
-        Scheduled(_request(row, context), context - 1, 1, list(range(row * blocks, (row + 1) * blocks)))
+        Scheduled(_request(row, context), context - 1, 1, list(range(row * blocks, (row + 1) * blocks)), True)
         for row in range(batch)
     ]
     weights = sum(array.nbytes for array in jax.tree.leaves(runner.weights))

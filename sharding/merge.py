@@ -38,6 +38,16 @@ def weight(lse: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total)))
 
 
+def rank() -> jax.Array:
+    """This device's index along `dcp`."""
+    return jax.lax.axis_index(DCP)
+
+
+def gather_features(x: jax.Array) -> jax.Array:
+    """[N, F / dcp] per device -> [N, F] on every rank of a dcp group."""
+    return jax.lax.all_gather(x, DCP, axis=1, tiled=True) if jax.lax.axis_size(DCP) > 1 else x
+
+
 # --- across dcp: [N, H, D] per device in, [N, F / dcp] per device out, F the padded features of H * D
 
 
@@ -103,7 +113,7 @@ def flatten_heads(out: jax.Array, features: int) -> jax.Array:
 def own_features(flat: jax.Array) -> jax.Array:
     """[..., F] -> [..., F / dcp]: the features whose o_proj rows this rank holds."""
     size = flat.shape[-1] // jax.lax.axis_size(DCP)
-    return jax.lax.dynamic_slice_in_dim(flat, jax.lax.axis_index(DCP) * size, size, axis=-1)
+    return jax.lax.dynamic_slice_in_dim(flat, rank() * size, size, axis=-1)
 
 
 MERGES: dict[str, Callable[[Partial, int], jax.Array]] = {

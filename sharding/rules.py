@@ -42,13 +42,14 @@ class Rules:
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """The PartitionSpec of an array whose dimensions have these logical names."""
-        entries = [None if axis is None else self._lookup(axis) for axis in axes]
+        entries = [None if axis is None else self.lookup(axis) for axis in axes]
         used = [mesh_axis for entry in entries if entry is not None for mesh_axis in entry]
         if len(used) != len(set(used)):
             raise ValueError(f"logical axes {axes} must lie on different mesh axes, but share one of {used}")
         return PartitionSpec(*(_simplest(entry) for entry in entries))
 
-    def _lookup(self, axis: str) -> tuple[str, ...]:
+    def lookup(self, axis: str) -> tuple[str, ...]:
+        """The mesh axes of one logical axis. Raises ValueError for an unknown one."""
         if axis not in self.mesh_axes:
             raise ValueError(f"logical axis must be one of {sorted(self.mesh_axes)}, but is {axis!r}")
         return self.mesh_axes[axis]
@@ -82,7 +83,7 @@ class Placement:
     def ways(self, axis: str | None) -> int:
         """Into how many pieces the mesh cuts this logical axis."""
         ways = 1
-        for mesh_axis in () if axis is None else self.rules.mesh_axes[axis]:
+        for mesh_axis in () if axis is None else self.rules.lookup(axis):
             ways *= self.mesh.shape[mesh_axis]
         return ways
 

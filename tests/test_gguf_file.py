@@ -167,9 +167,7 @@ def test_llama_query_and_key_rows_are_put_back_in_order(tmp_path):
     source = GGUFSource(write_gguf(tmp_path / "m.gguf", tensors))
     np.testing.assert_array_equal(source.read(f"{Q_NAME}.weight", WHOLE), query)
     np.testing.assert_array_equal(source.read(f"{Q_NAME}.bias", (slice(3, 9),)), bias[3:9])
-    np.testing.assert_array_equal(
-        source.read(f"{K_NAME}.weight", (slice(5, 11), slice(1, 4))), key[5:11, 1:4]
-    )
+    np.testing.assert_array_equal(source.read(f"{K_NAME}.weight", (slice(5, 11), slice(1, 4))), key[5:11, 1:4])
     np.testing.assert_array_equal(source.read("model.layers.0.self_attn.v_proj.weight", WHOLE), key)
 
 
@@ -212,9 +210,7 @@ def test_names_without_counterpart_stay_visible(tmp_path):
 
 def test_an_unknown_tensor_gets_the_nearest_names(tmp_path):
     source = GGUFSource(write_gguf(tmp_path / "m.gguf", embedding()))
-    with pytest.raises(
-        ValueError, match=r"tensor model\.embed\.weight.*nearest names are model\.embed_tokens\.weight"
-    ):
+    with pytest.raises(ValueError, match=r"tensor model\.embed\.weight.*nearest names are model\.embed_tokens\.weight"):
         source.shape("model.embed.weight")
 
 
@@ -362,9 +358,7 @@ def test_every_truncation_is_a_sentence(tmp_path):
             GGUFSource(path)
 
 
-@pytest.mark.parametrize(
-    "start", [b"GGML" + bytes(40), b"GGUF" + struct.pack(">I", 3), b"GGUF" + struct.pack("<I", 1)]
-)
+@pytest.mark.parametrize("start", [b"GGML" + bytes(40), b"GGUF" + struct.pack(">I", 3), b"GGUF" + struct.pack("<I", 1)])
 def test_other_formats_are_a_sentence(tmp_path, start):
     path = tmp_path / "m.gguf"
     path.write_bytes(start + bytes(64))

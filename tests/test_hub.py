@@ -242,9 +242,7 @@ def test_hub_failure_is_a_sentence(monkeypatch):
         raise OSError("401 Client Error\nmore lines")
 
     monkeypatch.setattr(hub_package, "snapshot_download", snapshot)
-    with pytest.raises(
-        ValueError, match=r"org/name is no path, and the hub did not give it: 401 Client Error$"
-    ):
+    with pytest.raises(ValueError, match=r"org/name is no path, and the hub did not give it: 401 Client Error$"):
         hub.resolve_model("org/name")
 
 

@@ -95,7 +95,7 @@ def test_sampling_options(options: dict[str, Any], sentence: str) -> None:
 
 
 def test_an_unknown_option_of_generate_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown option 'temprature'; did you mean temperature?"):
+    with pytest.raises(ValueError, match=r"unknown option 'temprature'; did you mean temperature\?"):
         generate(SMOLLM2, [[1, 2]], temprature=0)
 
 

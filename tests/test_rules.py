@@ -58,7 +58,6 @@ def test_an_unknown_logical_axis_is_refused_by_name_with_the_known_ones():
     assert all(repr(name) in str(refusal.value) for name in LOGICAL_AXES)
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="Placement.ways looks the name up without Rules' refusal")
 def test_an_unknown_axis_of_an_array_is_refused_by_name(place):
     with pytest.raises(ValueError, match="but is 'head'"):
         ArraySpec(axes=(Axis(8, "head"),), dtype="float32").sharding(place)

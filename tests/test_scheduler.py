@@ -85,18 +85,13 @@ def test_decodes_go_first_and_prompts_take_what_is_left():
     assert shown(advance(plan)) == [(0, 4, 1), (1, 3, 1), (2, 6, 6)]
 
 
-OUT_OF_ORDER = pytest.mark.xfail(
-    strict=True, reason="a prompt of one token, or a chunk that the budget cuts to one, is listed after longer ones"
-)
-
-
 @pytest.mark.parametrize(
     "prompts",
     [
         (1, 1, 4),
         (15, 9, 2),
-        pytest.param((5, 3), marks=OUT_OF_ORDER),
-        pytest.param((4, 1, 1), marks=OUT_OF_ORDER),
+        pytest.param((5, 3)),
+        pytest.param((4, 1, 1)),
     ],
 )
 def test_entries_of_one_token_come_before_all_longer_ones(prompts):

@@ -3,7 +3,7 @@
 float32 throughout: in bfloat16 the first token of the France prompt is a near tie, so only logits are compared.
 """
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def test_bfloat16_logits_are_near_those_of_float32(smollm2_path: Path) -> None:
     assert error <= max(transformers_error, 0.1), "ours must be no farther from float32 than transformers' is"
 
 
-@lru_cache(maxsize=None)
+@cache
 def first_logits(path: Path, dtype: str) -> Any:
     """float32 [V] after the France prompt, on one device."""
     stepper = Stepper(path, dtype=dtype, max_num_seqs=1, max_num_batched_tokens=64, kv_cache_memory_bytes=2**26)

@@ -42,6 +42,7 @@ def scheduled(lengths: list[int], count: int = 1) -> list[Scheduled]:
             length - count,
             count,
             list(range(8 * number, 8 * number + 8)),
+            True,
         )
         for number, length in enumerate(lengths)
     ]

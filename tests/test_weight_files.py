@@ -73,9 +73,7 @@ def test_tensors_at_odd_bytes_read_back_exactly(tmp_path, matrix):
         assert read.flags.aligned
 
 
-@pytest.mark.parametrize(
-    "index", [(), (slice(1, 3),), (slice(None), slice(0, 2)), (slice(2, 4), slice(1, 3))]
-)
+@pytest.mark.parametrize("index", [(), (slice(1, 3),), (slice(None), slice(0, 2)), (slice(2, 4), slice(1, 3))])
 def test_a_slice_is_what_numpy_would_slice(tmp_path, matrix, index):
     save_file({"w": matrix}, tmp_path / SINGLE_FILE)
     read = SafetensorsSource(tmp_path).read("w", index)
