@@ -102,11 +102,11 @@ def partial(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Partia
 
 
 class State(NamedTuple):
-    """Running softmax of one tile: K KV heads, Q tokens, G = H / K query heads per KV head."""
+    """Running softmax: [K, Q, G] of one tile's Q tokens, or [N, K, G] of a whole step; G = H / K query heads."""
 
-    out: jax.Array  # [K, Q, G, D] float32, not yet divided by `total`
-    top: jax.Array  # [K, Q, G] float32, largest score so far
-    total: jax.Array  # [K, Q, G] float32, sum of exp(score - top)
+    out: jax.Array  # [..., D] float32, not yet divided by `total`
+    top: jax.Array  # float32, largest score so far
+    total: jax.Array  # float32, sum of exp(score - top)
 
 
 def _empty(shape: tuple[int, ...]) -> State:
@@ -123,7 +123,7 @@ def fold(state: State, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
     flat = q.reshape(kv_heads, queries * group, head_dim)
     scores = _batched_dot(flat, k).reshape(kv_heads, queries, group, -1)
     scores = jnp.where(mask[None, :, None, :], scores, -jnp.inf)
-    top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
+    top = jnp.maximum(state.top, _largest(scores))
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
     shares = jnp.exp(scores - shift[..., None])
     keep = jnp.exp(state.top - shift)
@@ -138,8 +138,15 @@ def fold(state: State, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
     return State(state.out * keep[..., None] + gained, top, state.total * keep + jnp.sum(shares, axis=-1))
 
 
+def _largest(scores: jax.Array) -> jax.Array:
+    """Maximum over the last axis. Halved while wide, which XLA's CPU backend vectorises and a reduction is not."""
+    while scores.shape[-1] > 16 and scores.shape[-1] % 2 == 0:
+        scores = jnp.maximum(*jnp.split(scores, 2, axis=-1))
+    return jnp.max(scores, axis=-1)
+
+
 def finish(state: State) -> Partial:
-    """Running softmax -> partial, heads still grouped by KV head."""
+    """Running softmax -> partial, heads grouped as before."""
     empty = state.total == 0.0
     out = state.out / jnp.where(empty, 1.0, state.total)[..., None]
     lse = jnp.where(empty, -jnp.inf, state.top + jnp.log(jnp.where(empty, 1.0, state.total)))
@@ -159,52 +166,47 @@ def paged_partial(q: jax.Array, cache: LayerCache, work: Work, geometry: CacheGe
 
     Per device: q [N, H, D] (scaled), cache keys [N, 1, K, D, P], values [N, 1, K, P, D] -> out [N, H, D], lse [N, H].
     """
-    part = Partial(jnp.zeros(q.shape), jnp.full(q.shape[:2], -jnp.inf))
+    kv_heads = cache.keys.shape[2]
+    grouped = q.reshape(q.shape[0], kv_heads, -1, q.shape[2])  # [N, K, G, D]
+    state = _empty(grouped.shape)
     for tiles in work.tiles:
-        part = _visit_tiles(part, q, cache, work, tiles, geometry, rank)
-    return part
+        state = _visit_tiles(state, grouped, cache, work, tiles, geometry, rank)
+    part = finish(state)
+    return Partial(part.out.reshape(q.shape), part.lse.reshape(q.shape[:2]))
 
 
 def _visit_tiles(
-    part: Partial,
-    q: jax.Array,
-    cache: LayerCache,
-    work: Work,
-    tiles: Tiles,
-    geometry: CacheGeometry,
-    rank: jax.Array,
-) -> Partial:
-    """Fill in the tokens of these tiles. A tile's window may overhang its request: the mask sorts that out."""
+    state: State, q: jax.Array, cache: LayerCache, work: Work, tiles: Tiles, geometry: CacheGeometry, rank: jax.Array
+) -> State:
+    """Fill in the running softmax of the tokens [N] of these tiles."""
     overhang = tiles.size - 1
-    q, positions, rows = _pad(q, overhang), _pad(work.positions, overhang, -1), _pad(work.rows, overhang, -1)
-    part = Partial(_pad(part.out, overhang), _pad(part.lse, overhang))
+    q, state = _pad(q, overhang), State(*(_pad(x, overhang) for x in state))
+    positions, rows = _pad(work.positions, overhang, -1), _pad(work.rows, overhang, -1)
 
-    def visit(tile: jax.Array, part: Partial) -> Partial:
+    def visit(tile: jax.Array, state: State) -> State:
         start, row = _at(tiles.start, tile), _at(tiles.row, tile)
-        mine = _window(rows, start, tiles.size) == row
-        limits = jnp.where(mine, _window(positions, start, tiles.size), -1)
-        queries = _group_heads(_window(q, start, tiles.size), cache.keys.shape[2])
-        table = _at(work.block_table, row)
+        queries, limits = _window(q, start, tiles.size).swapaxes(0, 1), _window(positions, start, tiles.size)
 
-        def visit_chunk(chunk: jax.Array, state: State) -> State:
-            keys, values, slot_positions = read_chunk(cache, table, chunk, geometry, rank)
-            return fold(state, queries, keys, values, slot_positions[None, :] <= limits[:, None])
+        def visit_chunk(chunk: jax.Array, own: State) -> State:
+            keys, values, slot_positions = read_chunk(cache, work.block_table, row, chunk, geometry, rank)
+            return fold(own, queries, keys, values, slot_positions[None, :] <= limits[:, None])
 
-        chunks = _at(tiles.chunks, tile)
-        found = _ungroup_heads(finish(jax.lax.fori_loop(0, chunks, visit_chunk, _empty(queries.shape))))
-        if tiles.size > 1:
-            kept = Partial(_window(part.out, start, tiles.size), _window(part.lse, start, tiles.size))
-            found = Partial(
-                jnp.where(mine[:, None, None], found.out, kept.out), jnp.where(mine[:, None], found.lse, kept.lse)
-            )
-        return Partial(
-            jax.lax.dynamic_update_slice_in_dim(part.out, found.out, start, 0),
-            jax.lax.dynamic_update_slice_in_dim(part.lse, found.lse, start, 0),
+        own = jax.lax.fori_loop(0, _at(tiles.chunks, tile), visit_chunk, _empty(queries.shape))
+        own = State(*(x.swapaxes(0, 1) for x in own))
+        if tiles.size > 1:  # the window may overhang its request: leave the others' tokens as they are
+            mine = _window(rows, start, tiles.size) == row
+            kept = State(*(_window(x, start, tiles.size) for x in state))
+            own = State(*(jnp.where(_expand(mine, new.ndim), new, old) for new, old in zip(own, kept, strict=True)))
+        return State(
+            *(jax.lax.dynamic_update_slice_in_dim(x, new, start, 0) for x, new in zip(state, own, strict=True))
         )
 
-    part = jax.lax.fori_loop(0, tiles.count, visit, part)
-    tokens = work.positions.shape[0]
-    return Partial(part.out[:tokens], part.lse[:tokens])
+    state = jax.lax.fori_loop(0, tiles.count, visit, state)
+    return State(*(x[: work.positions.shape[0]] for x in state))
+
+
+def _expand(x: jax.Array, ndim: int) -> jax.Array:
+    return jnp.expand_dims(x, range(1, ndim))
 
 
 def _pad(x: jax.Array, count: int, value: float = 0) -> jax.Array:
@@ -222,33 +224,47 @@ def _at(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def read_chunk(
-    cache: LayerCache, table: jax.Array, chunk: jax.Array, geometry: CacheGeometry, rank: jax.Array
+    cache: LayerCache,
+    table: jax.Array,
+    row: jax.Array,
+    chunk: jax.Array,
+    geometry: CacheGeometry,
+    rank: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Chunk number `chunk` of a request, raised to float32: keys [K, D, S], values [K, S, D], positions [S]."""
+    """Chunk number `chunk` of the request in `row`, raised to float32: keys [K, D, S], values [K, S, D], positions [S]."""
     size, blocks = geometry.chunk_slots_per_block, geometry.chunk_blocks
     pieces = geometry.slots // size  # chunks per block where a block is long
-    index = chunk // pieces * blocks + jnp.arange(blocks)
-    first = chunk % pieces * size
-    ids = jnp.maximum(_window(table, index[0], blocks), 0)
-    keys = _slots(cache.keys, ids, first, size, axis=4)  # [blocks, K, D, size]
-    values = _slots(cache.values, ids, first, size, axis=3)  # [blocks, K, size, D]
-    positions = geometry.position(index[:, None], rank, first + jnp.arange(size)[None, :])
-    kv_heads, head_dim = keys.shape[1:3]
-    return (
-        decode(keys.transpose(1, 2, 0, 3).reshape(kv_heads, head_dim, -1)),
-        decode(values.transpose(1, 0, 2, 3).reshape(kv_heads, -1, head_dim)),
-        positions.reshape(-1),
-    )
+    first_block, first_slot = chunk // pieces * blocks, chunk % pieces * size
+    ids = jax.lax.dynamic_slice(table, (row, first_block), (1, blocks), allow_negative_indices=False)[0]
+    ids = jnp.maximum(ids, 0)
+    keys = _read_slots(cache.keys, ids, first_slot, size, axis=4)
+    values = _read_slots(cache.values, ids, first_slot, size, axis=3)
+    index = first_block + jnp.arange(blocks)
+    positions = geometry.position(index[:, None], rank, first_slot + jnp.arange(size)[None, :])
+    return decode(keys), decode(values), positions.reshape(-1)
 
 
-def _slots(stored: jax.Array, ids: jax.Array, first: jax.Array, size: int, axis: int) -> jax.Array:
-    """`size` slots, from `first` on, of blocks `ids` of one device's array [N, 1, K, ...] with slots along `axis`."""
-    if ids.shape[0] > 1:  # short blocks are read whole
-        return stored.at[ids, 0].get(mode="promise_in_bounds")
-    starts = [ids[0], *[jnp.zeros_like(first)] * (stored.ndim - 1)]
-    sizes = [1, *stored.shape[1:]]
+def _read_slots(stored: jax.Array, ids: jax.Array, first: jax.Array, size: int, axis: int) -> jax.Array:
+    """Slots `first .. first + size - 1` of blocks `ids`, side by side: [N, 1, K, ...] per device -> [K, ...].
+
+    Slots lie along `axis` of the stored array. Copied slice by slice: XLA's CPU backend takes several times as
+    long to gather or to concatenate.
+    """
+    starts, sizes = [jnp.zeros_like(first)] * stored.ndim, [1, *stored.shape[1:]]
     starts[axis], sizes[axis] = first, size
-    return jax.lax.dynamic_slice(stored, starts, sizes, allow_negative_indices=False)[:, 0]
+
+    def read(block_id: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(stored, [block_id, *starts[1:]], sizes, allow_negative_indices=False)[0, 0]
+
+    if ids.shape[0] == 1:
+        return read(ids[0])
+    shape = list(stored.shape[2:])
+    shape[axis - 2] = size * ids.shape[0]
+
+    def copy(place: jax.Array, chunk: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(chunk, read(_at(ids, place)), place * size, axis - 2)
+
+    return jax.lax.fori_loop(0, ids.shape[0], copy, jnp.zeros(shape, stored.dtype))
 
 
 def paged_partial_gathered(
@@ -281,22 +297,6 @@ def write(
     keys = cache.keys.at[block, 0, :, :, slot].set(encode(k, cache.keys.dtype), mode="drop")
     values = cache.values.at[block, 0, :, slot, :].set(encode(v, cache.values.dtype), mode="drop")
     return LayerCache(keys, values)
-
-
-def _group_heads(q: jax.Array, kv_heads: int) -> jax.Array:
-    """[Q, H, D] -> [K, Q, G, D]."""
-    tokens, heads, head_dim = q.shape
-    return q.reshape(tokens, kv_heads, heads // kv_heads, head_dim).transpose(1, 0, 2, 3)
-
-
-def _ungroup_heads(part: Partial) -> Partial:
-    """Grouped by KV head [K, Q, G, ...] -> per query head [Q, H, ...]."""
-    kv_heads, tokens, group, head_dim = part.out.shape
-    heads = kv_heads * group
-    return Partial(
-        part.out.transpose(1, 0, 2, 3).reshape(tokens, heads, head_dim),
-        part.lse.transpose(1, 0, 2).reshape(tokens, heads),
-    )
 
 
 # --- over the mesh

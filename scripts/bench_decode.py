@@ -100,14 +100,12 @@ class Reference:
         token = prompt[:, :1]
         position = self.torch.full((batch, 1), context - 1)
         with self.torch.inference_mode():
-            self.model(input_ids=prompt, past_key_values=cache, use_cache=True)
+            self.model(input_ids=prompt, cache=cache, use_cache=True)
 
         def run() -> None:
             with self.torch.inference_mode():
                 _rewind(cache, context - 1)
-                scores = self.model(
-                    input_ids=token, past_key_values=cache, position_ids=position, use_cache=True
-                ).logits[:, -1]
+                scores = self.model(input_ids=token, cache=cache, position_ids=position, use_cache=True).logits[:, -1]
                 scores.argmax(-1).tolist()
 
         return run
