@@ -144,7 +144,7 @@ def statistics(llm: "LLM", *, prompt_tokens: int, new_tokens: int, clock: Clock)
 def describe_layout(llm: "LLM") -> str:
     runner = llm.runner
     tokens = runner.sizes.num_blocks * runner.geometry.block_size
-    copies = runner.layout.duplication(runner.config.num_kv_heads)
+    copies = runner.layout.duplication(runner.config.cache_heads)
     return f"tp={runner.layout.tp} x dcp={runner.layout.dcp}, cache of {tokens:,} tokens stored {copies}x"
 
 

@@ -3,11 +3,9 @@
 Knows arrays and batches; knows nothing about queues or text.
 """
 
-import importlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -17,8 +15,9 @@ from dcpjax.batch import Batch, Shapes, build
 from dcpjax.config import EngineConfig
 from dcpjax.devices import ensure_devices, keep_compiled_programs
 from dcpjax.model_files import ModelFiles
+from dcpjax.models import decoder
 from dcpjax.models.attention import Runtime
-from dcpjax.models.config import FAMILIES, ModelConfig, from_hf
+from dcpjax.models.config import ModelConfig, from_hf
 from dcpjax.models.kv_cache import CacheGeometry, storage_dtype
 from dcpjax.progress import status
 from dcpjax.scheduler import Scheduled
@@ -51,11 +50,10 @@ class Runner:
             tensor_parallel_size=engine.tensor_parallel_size,
             decode_context_parallel_size=engine.decode_context_parallel_size,
         )
-        check_layout(layout, self.config.num_heads, self.config.num_kv_heads)
+        check_layout(layout, self.config.num_heads, self.config.cache_heads, whole_heads=self.config.mla is not None)
         ensure_devices(layout.devices)
         keep_compiled_programs(engine.compilation_cache)
         self.layout, self.progress = layout, progress
-        self.model: ModuleType = importlib.import_module(f"dcpjax.models.{FAMILIES[self.config.family]}")
         self.runtime = _runtime(layout, engine)
         self.platform = self.place.mesh.devices.flat[0].platform
         self.dtype = resolve_dtype(engine.dtype, self.config)
@@ -67,7 +65,7 @@ class Runner:
             max_tokens=self.sizes.max_num_batched_tokens,
             table_width=self._table_width(),
         )
-        self._step = compile_on_demand(run_step, self.model, self.config, self.runtime, self.cache)
+        self._step = compile_on_demand(run_step, self.config, self.runtime, self.cache)
         self._seen_shapes: set[tuple[tuple[int, ...], ...]] = set()
         self.compile_seconds = 0.0
 
@@ -109,10 +107,10 @@ class Runner:
         return lost
 
     def _weights(self, files: ModelFiles, engine: EngineConfig) -> Any:
-        specs = self.model.weight_specs(self.config, self.layout, self.dtype)
+        specs = decoder.weight_specs(self.config, self.layout, self.dtype)
         if engine.load_format == "dummy":
             return dummy_weights(specs, self.place, engine.seed)
-        names = self.model.weight_names(self.config)
+        names = decoder.weight_names(self.config)
         return load_weights(specs, names, files.tensors(), self.place, progress=self.progress)
 
     def _empty_cache(self) -> Any:
@@ -121,7 +119,7 @@ class Runner:
 
     def _cache_specs(self, num_blocks: int) -> Any:
         dtype = storage_dtype(self.kv_dtype, self.platform)
-        return self.model.cache_specs(self.config, self.layout, num_blocks, self.geometry.slots, dtype)
+        return decoder.cache_specs(self.config, self.layout, num_blocks, self.geometry.slots, dtype)
 
     def _sizes(self, engine: EngineConfig) -> Sizes:
         self.kv_dtype = self.dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype

@@ -5,13 +5,13 @@ Knows models and batches; knows nothing about requests or scheduling.
 
 from collections.abc import Callable
 from functools import partial as bind
-from types import ModuleType
 from typing import Any
 
 import jax
 from flax import struct
 
 from dcpjax.batch import Batch
+from dcpjax.models import decoder
 from dcpjax.models.attention import Runtime
 from dcpjax.models.config import ModelConfig
 from dcpjax.sampling import sample
@@ -29,27 +29,26 @@ class StepOutput:
 
 
 def run_step(
-    weights: Any, cache: Any, batch: Batch, *, model: ModuleType, config: ModelConfig, runtime: Runtime
+    weights: Any, cache: Any, batch: Batch, *, config: ModelConfig, runtime: Runtime
 ) -> tuple[StepOutput, Any]:
     """Advance every scheduled request by its tokens and choose each one's next token."""
-    scores, cache = last_logits(weights, cache, batch, model=model, config=config, runtime=runtime)
+    scores, cache = last_logits(weights, cache, batch, config=config, runtime=runtime)
     with jax.named_scope("sample"):
         tokens, finite = sample(scores, batch.sampling)
     return StepOutput(tokens, finite), cache
 
 
 def last_logits(
-    weights: Any, cache: Any, batch: Batch, *, model: ModuleType, config: ModelConfig, runtime: Runtime
+    weights: Any, cache: Any, batch: Batch, *, config: ModelConfig, runtime: Runtime
 ) -> tuple[jax.Array, Any]:
     """float32 logits [R, V] of each request's last scheduled token, and the updated cache."""
-    hidden, cache = model.forward(weights, cache, batch.tokens, batch.work, config, runtime)
+    hidden, cache = decoder.forward(weights, cache, batch.tokens, batch.work, config, runtime)
     with jax.named_scope("logits"):
-        return model.logits(weights, hidden[batch.last], config, runtime.place), cache
+        return decoder.logits(weights, hidden[batch.last], config, runtime.place), cache
 
 
 def compile_on_demand(
     function: Callable[..., tuple[Any, Any]],
-    model: ModuleType,
     config: ModelConfig,
     runtime: Runtime,
     cache: Any,
@@ -58,7 +57,7 @@ def compile_on_demand(
     place = runtime.place
     replicated = place.sharding()
     return jax.jit(
-        bind(function, model=model, config=config, runtime=runtime),
+        bind(function, config=config, runtime=runtime),
         donate_argnums=(1,),
         out_shardings=(replicated, jax.tree.map(lambda array: array.sharding, cache)),
         compiler_options=CPU_OPTIONS if place.mesh.devices.flat[0].platform == "cpu" else None,

@@ -3,11 +3,13 @@
 Knows specs and tensor sources; knows nothing about file formats or families.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from dcpjax.models.names import HeadRows, Name, Stack
 from dcpjax.progress import bar
 from dcpjax.sharding import arrays
 from dcpjax.sharding.arrays import ArraySpec, is_spec
@@ -28,16 +30,45 @@ def load_weights(specs: Any, names: Any, source: TensorSource, place: Placement,
     return structure.unflatten([_load(spec, name, source, place) for spec, name in pairs])
 
 
-def _check(spec: ArraySpec, name: str, source: TensorSource) -> None:
-    found = source.shape(name)  # raises for a missing tensor
-    if tuple(found) != spec.checkpoint_shape:
-        raise ValueError(
-            f"tensor {name} must have shape {spec.checkpoint_shape} by config.json, but has {tuple(found)}"
-        )
+def _check(spec: ArraySpec, name: Name, source: TensorSource) -> None:
+    for tensor, shape in _tensors(spec, name):
+        found = tuple(source.shape(tensor))  # raises for a missing tensor
+        if found != shape:
+            raise ValueError(f"tensor {tensor} must have shape {shape} by config.json, but has {found}")
 
 
-def _load(spec: ArraySpec, name: str, source: TensorSource, place: Placement) -> jax.Array:
-    return arrays.load(spec, place, lambda index: source.read(name, index))
+def _tensors(spec: ArraySpec, name: Name) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors that an array is read from, and the shape each must have."""
+    shape = spec.checkpoint_shape
+    match name:
+        case str():
+            yield name, shape
+        case Stack(tensors):
+            yield from ((tensor, shape[1:]) for tensor in tensors)
+        case HeadRows(tensor, rows):
+            yield tensor, (shape[0] * rows, shape[2])
+
+
+def _load(spec: ArraySpec, name: Name, source: TensorSource, place: Placement) -> jax.Array:
+    return arrays.load(spec, place, lambda index: read(source, name, index))
+
+
+def read(source: TensorSource, name: Name, index: tuple[slice, ...]) -> np.ndarray:
+    """The part `index` of an array, wherever it lies in the checkpoint. Slices have a start and a stop."""
+    match name:
+        case str():
+            return source.read(name, index)
+        case Stack(tensors):
+            parts = [source.read(tensor, index[1:]) for tensor in tensors[index[0]]]
+            return np.stack(parts) if parts else np.zeros((0, *_lengths(index[1:])), np.float32)
+        case HeadRows(tensor, rows, start, _):
+            heads, own, columns = index
+            whole = source.read(tensor, (slice(heads.start * rows, heads.stop * rows), columns))
+            return whole.reshape(-1, rows, whole.shape[-1])[:, start + own.start : start + own.stop]
+
+
+def _lengths(index: tuple[slice, ...]) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in index)
 
 
 def dummy_weights(specs: Any, place: Placement, seed: int) -> Any:

@@ -10,17 +10,14 @@ Knows token positions, block tables and slots; knows nothing about requests or m
 """
 
 from dataclasses import dataclass
-from functools import partial as bind
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from dcpjax.models.kv_cache import CacheGeometry, decode, encode
-from dcpjax.models.layers import Rotary, rms_norm, rotate
-from dcpjax.sharding.arrays import Leaf
-from dcpjax.sharding.merge import MERGES, Partial, flatten_heads, gather_features, rank
+from dcpjax.models.kv_cache import AnyCache, Cache, CacheGeometry, locate_chunk
+from dcpjax.sharding.merge import MERGES, Partial, flatten_heads, rank
 from dcpjax.sharding.rules import Placement
 
 
@@ -54,16 +51,6 @@ class Work:
     tiles: tuple[Tiles, ...]
 
 
-@struct.dataclass
-class LayerCache:
-    """One layer's keys and values, N blocks of P slots per rank."""
-
-    # [N, dcp, K, D, P] cache dtype, transposed so that scores read along slots
-    keys: Leaf
-    # [N, dcp, K, P, D] cache dtype
-    values: Leaf
-
-
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
     """How a model runs, besides its numbers."""
@@ -75,30 +62,22 @@ class Runtime:
     attention_body: Literal["loop", "gather"] = "loop"
 
 
-class HeadNorms(NamedTuple):
-    """Per-head RMS norms of queries and keys (Qwen3); None where a family has none."""
-
-    query: jax.Array | None  # [D]
-    key: jax.Array | None  # [D]
-    eps: float = 1e-6
-
-
 # --- the contract, on one device
 
 
 def partial(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Partial:
     """Attention of queries over one set of keys, in float32, with the natural-log lse.
 
-    q [N, H, D] (already scaled), k [S, K, D], v [S, K, D], mask [N, S] -> out [N, H, D], lse [N, H].
+    q [N, H, D] (already scaled), k [S, K, D], v [S, K, Y], mask [N, S] -> out [N, H, Y], lse [N, H].
     Query head h reads KV head h // (H / K). A query that sees no key gets out 0 and lse -inf, whatever the
     masked keys and values hold.
     """
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.reshape(tokens, kv_heads, heads // kv_heads, head_dim).transpose(1, 0, 2, 3)
-    state = fold(_empty(grouped.shape), grouped, k.transpose(1, 2, 0), v.transpose(1, 0, 2), mask)
-    out, lse = finish(state)
-    return Partial(out.transpose(1, 0, 2, 3).reshape(q.shape), lse.transpose(1, 0, 2).reshape(tokens, heads))
+    state = _empty(grouped.shape[:-1], v.shape[2])
+    out, lse = finish(fold(state, grouped, k.transpose(1, 2, 0), v.transpose(1, 0, 2), mask))
+    return Partial(out.transpose(1, 0, 2, 3).reshape(tokens, heads, -1), lse.transpose(1, 0, 2).reshape(tokens, heads))
 
 
 class State(NamedTuple):
@@ -109,14 +88,14 @@ class State(NamedTuple):
     total: jax.Array  # float32, sum of exp(score - top)
 
 
-def _empty(shape: tuple[int, ...]) -> State:
-    return State(jnp.zeros(shape), jnp.full(shape[:-1], -jnp.inf), jnp.zeros(shape[:-1]))
+def _empty(shape: tuple[int, ...], value_dim: int) -> State:
+    return State(jnp.zeros((*shape, value_dim)), jnp.full(shape, -jnp.inf), jnp.zeros(shape))
 
 
 def fold(state: State, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> State:
     """Fold one chunk of keys into the running softmax (Milakov & Gimelshein 2018, algorithm 3).
 
-    q [K, Q, G, D], k [K, D, S], v [K, S, D] float32; mask [Q, S]. Masked scores and values are selected away,
+    q [K, Q, G, D], k [K, D, S], v [K, S, Y] float32; mask [Q, S]. Masked scores and values are selected away,
     not multiplied: 0 * NaN is NaN.
     """
     kv_heads, queries, group, head_dim = q.shape
@@ -127,15 +106,24 @@ def fold(state: State, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
     shares = jnp.exp(scores - shift[..., None])
     keep = jnp.exp(state.top - shift)
-    usable = jnp.any(mask, axis=0)[None, :, None]
-    if queries > 1:  # a value that one query sees and another does not
-        finite = jnp.isfinite(v)
-        usable = usable & finite
-        tainted = jnp.any(mask[None] & ~jnp.all(finite, axis=-1)[:, None, :], axis=-1)  # [K, Q]
-    gained = _batched_dot(shares.reshape(kv_heads, queries * group, -1), jnp.where(usable, v, 0.0)).reshape(q.shape)
-    if queries > 1:
+    v, tainted = _select(v, mask)
+    gained = _batched_dot(shares.reshape(kv_heads, queries * group, -1), v).reshape(state.out.shape)
+    if tainted is not None:
         gained = jnp.where(tainted[:, :, None, None], jnp.nan, gained)
     return State(state.out * keep[..., None] + gained, top, state.total * keep + jnp.sum(shares, axis=-1))
+
+
+def _select(v: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """v [K, S, Y] with what must not be multiplied set to 0, and which queries saw NaN or infinity [K, Q].
+
+    A single query sees all that is left. Of several, one may see a value that is hidden from another.
+    """
+    usable = jnp.any(mask, axis=0)[None, :, None]
+    if mask.shape[0] == 1:
+        return jnp.where(usable, v, 0.0), None
+    finite = jnp.isfinite(v)
+    tainted = jnp.any(mask[None] & ~jnp.all(finite, axis=-1)[:, None, :], axis=-1)
+    return jnp.where(usable & finite, v, 0.0), tainted
 
 
 def _largest(scores: jax.Array) -> jax.Array:
@@ -158,25 +146,25 @@ def _batched_dot(left: jax.Array, right: jax.Array) -> jax.Array:
     return jax.lax.dot_general(left, right, (((2,), (1,)), ((0,), (0,))), precision=jax.lax.Precision.HIGHEST)
 
 
-# --- over the paged cache, per device
+# --- over the paged cache, inside shard_map
 
 
-def paged_partial(q: jax.Array, cache: LayerCache, work: Work, geometry: CacheGeometry, rank: jax.Array) -> Partial:
+def paged_partial(q: jax.Array, cache: Cache, work: Work, geometry: CacheGeometry, rank: jax.Array) -> Partial:
     """Attention of a step's tokens over the slots of this rank, tile by tile and chunk by chunk.
 
-    Per device: q [N, H, D] (scaled), cache keys [N, 1, K, D, P], values [N, 1, K, P, D] -> out [N, H, D], lse [N, H].
+    Per device: q [N, H, D] (scaled) and a cache of values of Y dimensions -> out [N, H, Y], lse [N, H].
     """
-    kv_heads = cache.keys.shape[2]
-    grouped = q.reshape(q.shape[0], kv_heads, -1, q.shape[2])  # [N, K, G, D]
-    state = _empty(grouped.shape)
+    tokens, heads, head_dim = q.shape
+    grouped = q.reshape(tokens, cache.kv_heads, -1, head_dim)  # [N, K, G, D]
+    state = _empty(grouped.shape[:-1], cache.value_dim)
     for tiles in work.tiles:
         state = _visit_tiles(state, grouped, cache, work, tiles, geometry, rank)
     part = finish(state)
-    return Partial(part.out.reshape(q.shape), part.lse.reshape(q.shape[:2]))
+    return Partial(part.out.reshape(tokens, heads, -1), part.lse.reshape(tokens, heads))
 
 
 def _visit_tiles(
-    state: State, q: jax.Array, cache: LayerCache, work: Work, tiles: Tiles, geometry: CacheGeometry, rank: jax.Array
+    state: State, q: jax.Array, cache: Cache, work: Work, tiles: Tiles, geometry: CacheGeometry, rank: jax.Array
 ) -> State:
     """Fill in the running softmax of the tokens [N] of these tiles."""
     overhang = tiles.size - 1
@@ -188,10 +176,11 @@ def _visit_tiles(
         queries, limits = _window(q, start, tiles.size).swapaxes(0, 1), _window(positions, start, tiles.size)
 
         def visit_chunk(chunk: jax.Array, own: State) -> State:
-            keys, values, slot_positions = read_chunk(cache, work.block_table, row, chunk, geometry, rank)
-            return fold(own, queries, keys, values, slot_positions[None, :] <= limits[:, None])
+            where = locate_chunk(work.block_table, row, chunk, geometry, rank)
+            return fold(own, queries, *cache.read(where), where.positions[None, :] <= limits[:, None])
 
-        own = jax.lax.fori_loop(0, _at(tiles.chunks, tile), visit_chunk, _empty(queries.shape))
+        none = _empty(queries.shape[:-1], cache.value_dim)
+        own = jax.lax.fori_loop(0, _at(tiles.chunks, tile), visit_chunk, none)
         own = State(*(x.swapaxes(0, 1) for x in own))
         if tiles.size > 1:  # the window may overhang its request: leave the others' tokens as they are
             mine = _window(rows, start, tiles.size) == row
@@ -223,169 +212,53 @@ def _at(x: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x, index, keepdims=False, allow_negative_indices=False)
 
 
-def read_chunk(
-    cache: LayerCache,
-    table: jax.Array,
-    row: jax.Array,
-    chunk: jax.Array,
-    geometry: CacheGeometry,
-    rank: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Chunk number `chunk` of the request in `row`, raised to float32: keys [K, D, S], values [K, S, D], positions [S]."""
-    size, blocks = geometry.chunk_slots_per_block, geometry.chunk_blocks
-    pieces = geometry.slots // size  # chunks per block where a block is long
-    first_block, first_slot = chunk // pieces * blocks, chunk % pieces * size
-    ids = jax.lax.dynamic_slice(table, (row, first_block), (1, blocks), allow_negative_indices=False)[0]
-    ids = jnp.maximum(ids, 0)
-    keys = _read_slots(cache.keys, ids, first_slot, size, axis=4)
-    values = _read_slots(cache.values, ids, first_slot, size, axis=3)
-    index = first_block + jnp.arange(blocks)
-    positions = geometry.position(index[:, None], rank, first_slot + jnp.arange(size)[None, :])
-    return decode(keys), decode(values), positions.reshape(-1)
-
-
-def _read_slots(stored: jax.Array, ids: jax.Array, first: jax.Array, size: int, axis: int) -> jax.Array:
-    """Slots `first .. first + size - 1` of blocks `ids`, side by side: [N, 1, K, ...] per device -> [K, ...].
-
-    Slots lie along `axis` of the stored array. Copied slice by slice: XLA's CPU backend takes several times as
-    long to gather or to concatenate.
-    """
-    starts, sizes = [jnp.zeros_like(first)] * stored.ndim, [1, *stored.shape[1:]]
-    starts[axis], sizes[axis] = first, size
-
-    def read(block_id: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice(stored, [block_id, *starts[1:]], sizes, allow_negative_indices=False)[0, 0]
-
-    if ids.shape[0] == 1:
-        return read(ids[0])
-    shape = list(stored.shape[2:])
-    shape[axis - 2] = size * ids.shape[0]
-
-    def copy(place: jax.Array, chunk: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(chunk, read(_at(ids, place)), place * size, axis - 2)
-
-    return jax.lax.fori_loop(0, ids.shape[0], copy, jnp.zeros(shape, stored.dtype))
-
-
-def paged_partial_gathered(
-    q: jax.Array, cache: LayerCache, work: Work, geometry: CacheGeometry, rank: jax.Array
-) -> Partial:
+def paged_partial_gathered(q: jax.Array, cache: Cache, work: Work, geometry: CacheGeometry, rank: jax.Array) -> Partial:
     """The plain batched form of `paged_partial`: gathers every slot of every row. The reference, not for speed."""
     index = jnp.arange(work.block_table.shape[1])
     slot = jnp.arange(geometry.slots)
     positions = geometry.position(index[:, None], rank, slot[None, :]).reshape(-1)
 
     def one_token(query: jax.Array, position: jax.Array, row: jax.Array) -> Partial:
-        ids = jnp.maximum(work.block_table[jnp.maximum(row, 0)], 0)
-        keys = decode(cache.keys[ids, 0]).transpose(0, 3, 1, 2)  # [W, P, K, D]
-        values = decode(cache.values[ids, 0]).transpose(0, 2, 1, 3)
-        flat = (-1, *keys.shape[2:])
+        keys, values = cache.read_blocks(jnp.maximum(work.block_table[jnp.maximum(row, 0)], 0))
         mask = (positions <= position) & (row >= 0)
-        return Partial(*(x[0] for x in partial(query[None], keys.reshape(flat), values.reshape(flat), mask[None])))
+        out, lse = partial(query[None], keys, values, mask[None])
+        return Partial(out[0], lse[0])
 
     return Partial(*jax.vmap(one_token)(q, work.positions, work.rows))
 
 
 def write(
-    cache: LayerCache, k: jax.Array, v: jax.Array, work: Work, geometry: CacheGeometry, rank: jax.Array
-) -> LayerCache:
-    """Write the step's keys and values [N, K, D] to the slots this rank owns; other positions are dropped."""
+    cache: AnyCache, new: tuple[jax.Array, ...], work: Work, geometry: CacheGeometry, rank: jax.Array
+) -> AnyCache:
+    """Write what the step's tokens add to the slots this rank owns; other positions are dropped."""
     index, owner, slot = geometry.locate(work.positions)
     block = work.block_table[jnp.maximum(work.rows, 0), jnp.maximum(index, 0)]
     owned = (work.positions >= 0) & (owner == rank) & (block >= 0)
-    block = jnp.where(owned, block, cache.keys.shape[0])  # past the end: dropped
-    keys = cache.keys.at[block, 0, :, :, slot].set(encode(k, cache.keys.dtype), mode="drop")
-    values = cache.values.at[block, 0, :, slot, :].set(encode(v, cache.values.dtype), mode="drop")
-    return LayerCache(keys, values)
+    return cache.write(new, jnp.where(owned, block, cache.num_blocks), slot)  # past the end: dropped
 
 
-# --- over the mesh
-
-
-def attend(
+def attend_on_device(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cache: LayerCache,
+    new: tuple[jax.Array, ...],
+    cache: AnyCache,
     work: Work,
-    angles: Rotary,
-    norms: HeadNorms,
-    head_dim: int,
-    heads: int,
+    features: int,
     runtime: Runtime,
-) -> tuple[jax.Array, LayerCache]:
-    """Update the cache and attend over it, on every device of the mesh at once.
-
-    q [N, tp * F] over `query`, k and v [N, K * D] over `kv_heads` -> merged features [N, tp * F] over `heads`,
-    F = H * D / tp padded so that it divides by dcp. Per device:
-
-    1. gather q over dcp                       [N, F / dcp] -> [N, F]; heads [N, H / tp, D], norm, rope
-    2. write new keys and values               to the slots this rank owns
-    3. partial attention                       over this rank's slots -> out [N, H / tp, D], lse [N, H / tp]
-    4. merge over dcp                          by lse, one of three exchanges
-    5. keep the features of the own o_proj rows  [N, F / dcp]
-    """
-    place = runtime.place
-    body = bind(_attend_on_device, norms_eps=norms.eps, head_dim=head_dim, heads=heads // place.tp, runtime=runtime)
-    replicated = place.spec()
-    cache_spec = LayerCache(
-        keys=place.spec(None, "kv_context", "kv_heads", None, None),
-        values=place.spec(None, "kv_context", "kv_heads", None, None),
-    )
-    kv_spec = place.spec(None, "kv_heads")
-    return jax.shard_map(
-        body,
-        mesh=place.mesh,
-        in_specs=(
-            place.spec(None, "query"),
-            kv_spec,
-            kv_spec,
-            cache_spec,
-            replicated,
-            replicated,
-            replicated,
-        ),
-        out_specs=(place.spec(None, "heads"), cache_spec),
-        check_vma=False,
-    )(q, k, v, cache, work, angles, (norms.query, norms.key))
-
-
-def _attend_on_device(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cache: LayerCache,
-    work: Work,
-    angles: Rotary,
-    norms: tuple[jax.Array | None, jax.Array | None],
     *,
-    norms_eps: float,
-    head_dim: int,
-    heads: int,
-    runtime: Runtime,
-) -> tuple[jax.Array, LayerCache]:
-    with jax.named_scope("gather_query"):
-        if not runtime.dcp_replicate_q:
-            q = gather_features(q)
-    features = q.shape[1]
-    with jax.named_scope("rope"):
-        q, k = _heads(q[:, : heads * head_dim], head_dim), _heads(k, head_dim)
-        q, k = _normed(q, norms[0], norms_eps), _normed(k, norms[1], norms_eps)
-        q, k = rotate(q, angles) * head_dim**-0.5, rotate(k, angles)
+    value_dim: int | None = None,
+) -> tuple[jax.Array, AnyCache]:
+    """Write, attend and merge, inside `shard_map`: what every kind of attention shares.
+
+    Per device: q [N, H, D] of all heads of the dcp group, rotated and scaled -> features [N, F / dcp] that this
+    rank keeps of the H * Y merged ones, and the updated cache. `value_dim` keeps the first so many of the Y.
+    """
     with jax.named_scope("cache_write"):
-        cache = write(cache, k, _heads(v, head_dim), work, runtime.geometry, rank())
+        cache = write(cache, new, work, runtime.geometry, rank())
     with jax.named_scope("partial"):
         body = paged_partial if runtime.attention_body == "loop" else paged_partial_gathered
-        part = body(q, cache, work, runtime.geometry, rank())
+        out, lse = body(q, cache, work, runtime.geometry, rank())
+        part = Partial(out[..., :value_dim], lse)
     with jax.named_scope("merge"):
         if runtime.place.dcp == 1:
             return flatten_heads(part.out, features), cache
         return MERGES[runtime.dcp_comm_backend](part, features), cache
-
-
-def _heads(x: jax.Array, head_dim: int) -> jax.Array:
-    return x.reshape(x.shape[0], -1, head_dim)
-
-
-def _normed(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
-    return x if weight is None else rms_norm(x, weight, eps)

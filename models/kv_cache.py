@@ -11,11 +11,14 @@ Knows positions, blocks and slots; knows nothing about requests or who owns a bl
 """
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
+
+from dcpjax.sharding.arrays import Leaf
 
 Ints = TypeVar("Ints", int, np.ndarray, jax.Array)
 
@@ -111,3 +114,125 @@ def decode(stored: jax.Array) -> jax.Array:
     if stored.dtype == jnp.uint16:  # bfloat16 is the upper half of a float32
         return jax.lax.bitcast_convert_type(stored.astype(jnp.uint32) << 16, jnp.float32)
     return stored.astype(jnp.float32)
+
+
+class Chunk(NamedTuple):
+    """Where one chunk of a request lies on this rank."""
+
+    block_ids: jax.Array  # [blocks] int32
+    first: jax.Array  # [] int32: first slot of each of these blocks
+    size: int  # slots of each of these blocks
+    positions: jax.Array  # [blocks * size] int32: position of each slot in the request
+
+
+def locate_chunk(table: jax.Array, row: jax.Array, chunk: jax.Array, geometry: CacheGeometry, rank: jax.Array) -> Chunk:
+    """Chunk number `chunk` of the request in `row` of the block table [R, W]."""
+    size, blocks = geometry.chunk_slots_per_block, geometry.chunk_blocks
+    pieces = geometry.slots // size  # chunks per block where a block is long
+    first_block, first_slot = chunk // pieces * blocks, chunk % pieces * size
+    ids = jax.lax.dynamic_slice(table, (row, first_block), (1, blocks), allow_negative_indices=False)[0]
+    index = first_block + jnp.arange(blocks)
+    positions = geometry.position(index[:, None], rank, first_slot + jnp.arange(size)[None, :])
+    return Chunk(jnp.maximum(ids, 0), first_slot, size, positions.reshape(-1))
+
+
+@struct.dataclass
+class LayerCache:
+    """One layer's keys and values, N blocks of P slots per rank."""
+
+    # [N, dcp, K, D, P] cache dtype, transposed so that scores read along slots
+    keys: Leaf
+    # [N, dcp, K, P, D] cache dtype
+    values: Leaf
+
+    @property
+    def num_blocks(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        return self.values.shape[4]
+
+    def read(self, chunk: Chunk) -> tuple[jax.Array, jax.Array]:
+        """Per device: keys [K, D, S], values [K, S, D] of one chunk, raised to float32."""
+        return decode(_read_slots(self.keys, chunk, axis=4)), decode(_read_slots(self.values, chunk, axis=3))
+
+    def read_blocks(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Per device: keys [W * P, K, D], values [W * P, K, D] of whole blocks ids [W], raised to float32."""
+        keys, values = self.keys[ids, 0].transpose(0, 3, 1, 2), self.values[ids, 0].transpose(0, 2, 1, 3)
+        return decode(keys).reshape(-1, *keys.shape[2:]), decode(values).reshape(-1, *values.shape[2:])
+
+    def write(self, new: tuple[jax.Array, ...], block: jax.Array, slot: jax.Array) -> "LayerCache":
+        """Per device: store keys and values [T, K, D] at (block, slot) [T]; a block past the end is dropped."""
+        k, v = new
+        keys = self.keys.at[block, 0, :, :, slot].set(encode(k, self.keys.dtype), mode="drop")
+        values = self.values.at[block, 0, :, slot, :].set(encode(v, self.values.dtype), mode="drop")
+        return LayerCache(keys, values)
+
+
+@struct.dataclass
+class LatentCache:
+    """One layer's latents for multi-head latent attention: one KV head whose keys are also its values."""
+
+    # [N, dcp, P, C + R] cache dtype
+    latents: Leaf
+
+    @property
+    def num_blocks(self) -> int:
+        return self.latents.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return 1
+
+    @property
+    def value_dim(self) -> int:
+        """All C + R columns: multiplying the few too many is cheaper than slicing the cache."""
+        return self.latents.shape[3]
+
+    def read(self, chunk: Chunk) -> tuple[jax.Array, jax.Array]:
+        """Per device: keys [1, C + R, S], values [1, S, C + R] of one chunk, raised to float32."""
+        latents = decode(_read_slots(self.latents, chunk, axis=2))
+        return latents.T[None], latents[None]
+
+    def read_blocks(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Per device: keys and values [W * P, 1, C + R] of whole blocks ids [W], raised to float32."""
+        latents = decode(self.latents[ids, 0]).reshape(-1, 1, self.value_dim)
+        return latents, latents
+
+    def write(self, new: tuple[jax.Array, ...], block: jax.Array, slot: jax.Array) -> "LatentCache":
+        """Per device: store latents [T, C + R] at (block, slot) [T]; a block past the end is dropped."""
+        (latent,) = new
+        return LatentCache(self.latents.at[block, 0, slot].set(encode(latent, self.latents.dtype), mode="drop"))
+
+
+Cache = LayerCache | LatentCache
+AnyCache = TypeVar("AnyCache", LayerCache, LatentCache)
+
+
+def _read_slots(stored: jax.Array, chunk: Chunk, axis: int) -> jax.Array:
+    """The slots of a chunk side by side: per device [N, 1, ...] with slots along `axis` -> [...].
+
+    Copied slice by slice: XLA's CPU backend takes several times as long to gather or to concatenate.
+    """
+    ids, size = chunk.block_ids, chunk.size
+    starts, sizes = [jnp.zeros_like(chunk.first)] * stored.ndim, [1, *stored.shape[1:]]
+    starts[axis], sizes[axis] = chunk.first, size
+
+    def read(block_id: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(stored, [block_id, *starts[1:]], sizes, allow_negative_indices=False)[0, 0]
+
+    if ids.shape[0] == 1:
+        return read(ids[0])
+    shape = list(stored.shape[2:])
+    shape[axis - 2] = size * ids.shape[0]
+
+    def copy(place: jax.Array, slots: jax.Array) -> jax.Array:
+        block_id = jax.lax.dynamic_index_in_dim(ids, place, keepdims=False, allow_negative_indices=False)
+        return jax.lax.dynamic_update_slice_in_dim(slots, read(block_id), place * size, axis - 2)
+
+    return jax.lax.fori_loop(0, ids.shape[0], copy, jnp.zeros(shape, stored.dtype))

@@ -29,6 +29,15 @@ def dot(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.A
     return y if bias is None else y + bias.astype(jnp.float32)[None, :]
 
 
+def head_dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """One matrix per head: x [N, H, I], weight [H, I, O] -> [N, H, O] float32. Heads lead, as XLA's CPU needs."""
+    x = x.astype(weight.dtype).swapaxes(0, 1)
+    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    contract = (((2,), (1,)), ((0,), (0,)))
+    y = jax.lax.dot_general(x, weight, contract, precision=precision, preferred_element_type=jnp.float32)
+    return y.swapaxes(0, 1)
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis (Zhang & Sennrich 2019), in float32."""
     x = x.astype(jnp.float32)
@@ -62,8 +71,9 @@ def rotary(positions: jax.Array, head_dim: int, config: RopeConfig) -> Rotary:
     """Angles for positions [N]. Frequencies are rounded to float32 before the product, as transformers does."""
     frequencies = jnp.asarray(rope_frequencies(head_dim, config))
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
+    cos, sin = jnp.cos(angles) * config.angle_scale, jnp.sin(angles) * config.angle_scale
     # the barrier keeps XLA from computing the angles anew in every layer
-    return Rotary(*jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles))))
+    return Rotary(*jax.lax.optimization_barrier((cos, sin)))
 
 
 def rotate(x: jax.Array, angles: Rotary) -> jax.Array:
@@ -72,6 +82,14 @@ def rotate(x: jax.Array, angles: Rotary) -> jax.Array:
     return jnp.concatenate(
         [first * angles.cos - second * angles.sin, second * angles.cos + first * angles.sin], axis=-1
     )
+
+
+def split_pairs(x: jax.Array) -> jax.Array:
+    """Interleaved pairs (0, 1), (2, 3) ... of the last axis -> first members, then second ones, as `rotate` wants.
+
+    Queries and keys change alike, so their products stay what they are.
+    """
+    return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
 
 
 def rope_frequencies(head_dim: int, config: RopeConfig) -> np.ndarray:
@@ -83,6 +101,8 @@ def rope_frequencies(head_dim: int, config: RopeConfig) -> np.ndarray:
             return (frequencies / config.factor).astype(np.float32)
         case "llama3":
             return _llama3_frequencies(frequencies, config)
+        case "yarn":
+            return _yarn_frequencies(frequencies, head_dim, config)
         case "factors":
             return (frequencies / np.asarray(config.factors, np.float32)).astype(np.float32)
     return frequencies
@@ -98,3 +118,21 @@ def _llama3_frequencies(frequencies: np.ndarray, config: RopeConfig) -> np.ndarr
     )
     keep = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
     return ((1 - keep) * frequencies / config.factor + keep * frequencies).astype(np.float32)
+
+
+def _yarn_frequencies(frequencies: np.ndarray, dim: int, config: RopeConfig) -> np.ndarray:
+    """YaRN (Peng et al. 2023, section 3.2): fast pairs stay, slow pairs stretch, a ramp between."""
+
+    def pair_that_turns(times: float) -> float:
+        """The pair, counted in dimensions, that turns this often within the original length."""
+        length = config.original_max_position_embeddings
+        return dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (np.arange(dim // 2, dtype=np.float32) - low) / (max(high - low, 0.001))
+    keep = 1 - np.clip(ramp, 0, 1).astype(np.float32)
+    stretched = (frequencies / np.float32(config.factor)).astype(np.float32)
+    return (stretched * (1 - keep) + frequencies * keep).astype(np.float32)

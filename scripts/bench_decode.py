@@ -48,9 +48,9 @@ def main() -> None:
 
 def our_step(files: ModelFiles, dtype: str, batch: int, context: int) -> tuple[Step, int]:
     """One decode step at this context, and the bytes it has to read: weights once, live cache once."""
-    config = EngineConfig(
-        dtype=dtype, max_num_seqs=batch, kv_cache_memory_bytes=_cache_bytes(files, dtype, batch, context)
-    )
+    options = {"dtype": dtype, "max_num_seqs": batch}
+    options["kv_cache_memory_bytes"] = _cache_bytes(files, dtype, batch, context)
+    config = EngineConfig.from_options(options)
     runner = Runner(files, config)
     blocks = runner.geometry.blocks(context)
     step = [

@@ -48,6 +48,11 @@ def gather_features(x: jax.Array) -> jax.Array:
     return jax.lax.all_gather(x, DCP, axis=1, tiled=True) if jax.lax.axis_size(DCP) > 1 else x
 
 
+def gather_heads(q: jax.Array) -> jax.Array:
+    """[N, H / dcp, D] per device -> [N, H, D] on every rank of a dcp group."""
+    return jax.lax.all_gather(q, DCP, axis=1, tiled=True) if jax.lax.axis_size(DCP) > 1 else q
+
+
 # --- across dcp: [N, H, D] per device in, [N, F / dcp] per device out, F the padded features of H * D
 
 

@@ -64,15 +64,23 @@ def legal_layouts(tensor_parallel_size: int, heads: int, kv_heads: int) -> list[
     return [layout for layout in candidates if is_legal(layout, heads, kv_heads)]
 
 
-def check_layout(layout: Layout, heads: int, kv_heads: int) -> None:
+def check_layout(layout: Layout, heads: int, kv_heads: int, *, whole_heads: bool = False) -> None:
     """Raise ValueError, listing what is legal, unless the model's heads fit the layout.
 
-    `kv_heads` is 1 for multi-head latent attention: one latent serves every query head.
+    `kv_heads` is 1 for multi-head latent attention: one latent serves every query head. `whole_heads` is True for
+    it: a device holds whole heads, so their number must divide by the devices.
     """
     for flag in ("tensor_parallel_size", "decode_context_parallel_size"):
         size = getattr(layout, flag)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{flag} must be an integer of at least 1, but is {size!r}; use 1")
+    devices = layout.tensor_parallel_size
+    if whole_heads and heads % devices:
+        nearest = max(size for size in range(1, devices + 1) if heads % size == 0)
+        raise ValueError(
+            f"tensor_parallel_size must divide the {heads} heads of this model's latent attention, but is {devices}; "
+            f"use {nearest}"
+        )
     if not is_legal(layout, heads, kv_heads):
         raise ValueError(_illegal_sentence(layout, heads, kv_heads))
 

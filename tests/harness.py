@@ -13,6 +13,7 @@ from dcpjax.batch import Batch, build
 from dcpjax.blocks import BlockManager
 from dcpjax.config import EngineConfig
 from dcpjax.model_files import open_model
+from dcpjax.models import decoder
 from dcpjax.outputs import RequestMetrics
 from dcpjax.request import Request
 from dcpjax.runner import Runner
@@ -42,10 +43,10 @@ class Trace:
         return np.array(self.every_logits[self.prompt_length - 1 :])
 
 
-def all_logits(weights: Any, cache: Any, batch: Batch, *, model: Any, config: Any, runtime: Any) -> tuple[Any, Any]:
+def all_logits(weights: Any, cache: Any, batch: Batch, *, config: Any, runtime: Any) -> tuple[Any, Any]:
     """`run_step`, but giving the logits [N, V] of every token instead of sampling."""
-    hidden, cache = model.forward(weights, cache, batch.tokens, batch.work, config, runtime)
-    return model.logits(weights, hidden, config, runtime.place), cache
+    hidden, cache = decoder.forward(weights, cache, batch.tokens, batch.work, config, runtime)
+    return decoder.logits(weights, hidden, config, runtime.place), cache
 
 
 def golden(family: str) -> dict[str, np.ndarray]:
@@ -65,7 +66,7 @@ class Stepper:
         options = {"dtype": "float32", "block_size": 16, "max_num_seqs": 4, "kv_cache_memory_bytes": 2**20} | options
         self.runner = Runner(open_model(path), EngineConfig(**options))
         runner = self.runner
-        self.step = compile_on_demand(all_logits, runner.model, runner.config, runner.runtime, runner.cache)
+        self.step = compile_on_demand(all_logits, runner.config, runner.runtime, runner.cache)
 
     def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[Trace]:
         """`count` greedy tokens for each prompt, all running together through the project's own scheduler."""

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpjax.batch import Shapes, build
-from dcpjax.models.attention import LayerCache, Work, paged_partial, paged_partial_gathered, partial, write
-from dcpjax.models.kv_cache import CacheGeometry
+from dcpjax.models.attention import Work, paged_partial, paged_partial_gathered, partial, write
+from dcpjax.models.kv_cache import CacheGeometry, LayerCache
 from dcpjax.outputs import RequestMetrics
 from dcpjax.request import Request
 from dcpjax.sampling_params import SamplingParams

@@ -220,8 +220,14 @@ def test_unknown_keys_are_ignored():
 
 
 UNSUPPORTED = [
-    ({"model_type": "gpt2"}, "model_type must be one of llama, qwen2, qwen3, but is 'gpt2'"),
-    ({"model_type": None}, "model_type must be one of llama, qwen2, qwen3, but is None"),
+    (
+        {"model_type": "gpt2"},
+        "model_type must be one of deepseek_v2, deepseek_v3, kimi_k2, llama, qwen2, qwen3, qwen3_moe, but is 'gpt2'",
+    ),
+    (
+        {"model_type": None},
+        "model_type must be one of deepseek_v2, deepseek_v3, kimi_k2, llama, qwen2, qwen3, qwen3_moe, but is None",
+    ),
     ({"hidden_act": "gelu"}, "hidden_act must be 'silu' here, but is 'gelu'"),
     ({"mlp_bias": True}, "mlp_bias must be False here, but is True"),
     ({"use_sliding_window": True}, "use_sliding_window must be False here, but is True"),
@@ -231,7 +237,7 @@ UNSUPPORTED = [
     ({"layer_types": ["full_attention", "sliding_attention"]}, "but hold ['sliding_attention']"),
     (
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        "rope_type must be default, linear or llama3, but is 'yarn'",
+        "rope_type must be default, linear, llama3 or yarn, but is 'yarn'",
     ),
     ({"hidden_size": 0}, "hidden_size must be a positive integer, but is 0"),
     ({"num_hidden_layers": 2.0}, "num_hidden_layers must be a positive integer, but is 2.0"),

@@ -1,4 +1,4 @@
-"""Every dense family against logits and greedy tokens that transformers gave for the same tiny checkpoint."""
+"""Every family against logits and greedy tokens that transformers gave for the same tiny checkpoint."""
 
 from typing import Any
 
@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from harness import golden, loaded
 
-FAMILIES = ["llama2", "llama3", "llama-linear", "llama-bias", "smollm2", "qwen2", "qwen3", "qwen3-tied"]
+DENSE = ["llama2", "llama3", "llama-linear", "llama-bias", "smollm2", "qwen2", "qwen3", "qwen3-tied"]
+EXPERTS = ["deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "qwen3-moe"]
 TOLERANCE = 2e-4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*DENSE, *EXPERTS])
 def test_logits_and_greedy_tokens_equal_transformers(family: str) -> None:
     assert_equal_to_transformers(family)
 
@@ -25,10 +26,15 @@ def test_logits_and_greedy_tokens_equal_transformers(family: str) -> None:
         ("qwen2", 4, 2),
         ("qwen3", 8, 2),
         ("qwen3-tied", 4, 4),
+        ("deepseek-v2-lite", 4, 2),
+        ("deepseek-v2", 6, 3),
+        ("deepseek-v3", 8, 8),
+        ("kimi-k2", 4, 4),
+        ("qwen3-moe", 6, 3),
     ],
 )
 def test_families_on_a_mesh_equal_transformers(family: str, devices: int, dcp: int) -> None:
-    assert_equal_to_transformers(family, tensor_parallel_size=devices, decode_context_parallel_size=dcp)
+    assert_equal_to_transformers(family, tensor_parallel_size=devices, decode_context_parallel_size=dcp, block_size=24)
 
 
 def assert_equal_to_transformers(family: str, **options: Any) -> None:

@@ -100,9 +100,15 @@ def test_an_unknown_option_of_generate_names_the_nearest() -> None:
 
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "gpt2"}, "model_type must be one of llama, qwen2, qwen3, but is 'gpt2'"),
+    (
+        {"model_type": "gpt2"},
+        "model_type must be one of deepseek_v2, deepseek_v3, kimi_k2, llama, qwen2, qwen3, qwen3_moe, but is 'gpt2'",
+    ),
     ({"hidden_act": "gelu"}, "hidden_act must be 'silu' here, but is 'gelu'"),
-    ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type must be default, linear or llama3, but is 'longrope'"),
+    (
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "rope_type must be default, linear, llama3 or yarn, but is 'longrope'",
+    ),
     ({"use_sliding_window": True}, "use_sliding_window must be False here, but is True"),
     ({"num_hidden_layers": "two"}, "num_hidden_layers must be a positive integer, but is 'two'"),
     ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),

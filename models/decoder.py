@@ -1,0 +1,134 @@
+"""A pre-norm decoder: embedding, layers of attention and feed-forward, final norm, head.
+
+Which attention (grouped-query or latent) and which feed-forward (dense or mixture of experts) a layer has follows
+from the config, for every family. Declares the weights once and runs them; a model is functions over a plain tree
+of arrays. Names logical axes, never mesh axes; knows nothing about requests or sampling.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import jax
+from flax import struct
+
+from dcpjax.models import gqa, mla, mlp, moe
+from dcpjax.models.attention import Runtime, Work
+from dcpjax.models.config import ModelConfig
+from dcpjax.models.kv_cache import Cache
+from dcpjax.models.layers import Rotary, dot, lookup, rms_norm, rotary
+from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
+from dcpjax.sharding.mesh import Layout
+from dcpjax.sharding.rules import Placement
+
+
+@struct.dataclass
+class LayerWeights:
+    # [M]
+    input_norm: Leaf
+    attention: gqa.GQAWeights | mla.MLAWeights
+    # [M]
+    post_norm: Leaf
+    mlp: mlp.MLPWeights | moe.MoEWeights
+
+
+@struct.dataclass
+class Weights:
+    # [V, M]
+    embed: Leaf
+    layers: tuple[LayerWeights, ...]
+    # [M]
+    norm: Leaf
+    # [V, M], None where the embedding is used again
+    head: Leaf
+
+
+def weight_specs(config: ModelConfig, layout: Layout, dtype: str) -> Weights:
+    """Every weight as an `ArraySpec`, padded and repeated so that it fits the layout."""
+    model = Axis(config.hidden_size)
+    norm = ArraySpec(axes=(model,), dtype=dtype, init="ones")
+    table = ArraySpec(axes=(Axis(config.vocab_size, "vocab", multiple=layout.devices), model), dtype=dtype)
+    attention = _attention(config).specs(config, layout, dtype)
+    layers = tuple(
+        LayerWeights(
+            input_norm=norm,
+            attention=attention,
+            post_norm=norm,
+            mlp=(moe if config.is_moe(layer) else mlp).specs(config, layout, dtype),
+        )
+        for layer in range(config.num_layers)
+    )
+    return Weights(embed=table, layers=layers, norm=norm, head=None if config.tie_word_embeddings else table)
+
+
+def weight_names(config: ModelConfig) -> Weights:
+    """The same tree holding names of a Hugging Face checkpoint."""
+
+    def layer(number: int) -> LayerWeights:
+        root = f"{config.prefix}model.layers.{number}"
+        feed_forward = f"{root}.mlp"
+        return LayerWeights(
+            input_norm=f"{root}.input_layernorm.weight",
+            attention=_attention(config).names(config, f"{root}.self_attn"),
+            post_norm=f"{root}.post_attention_layernorm.weight",
+            mlp=moe.names(config, feed_forward) if config.is_moe(number) else mlp.names(feed_forward),
+        )
+
+    return Weights(
+        embed=f"{config.prefix}model.embed_tokens.weight",
+        layers=tuple(layer(number) for number in range(config.num_layers)),
+        norm=f"{config.prefix}model.norm.weight",
+        head=None if config.tie_word_embeddings else f"{config.prefix}lm_head.weight",
+    )
+
+
+def cache_specs(config: ModelConfig, layout: Layout, num_blocks: int, slots: int, dtype: Any) -> tuple[Cache, ...]:
+    """The cache of each layer as specs, for `num_blocks` blocks of `slots` slots per rank."""
+    return (_attention(config).cache_specs(config, layout, num_blocks, slots, dtype),) * config.num_layers
+
+
+def forward(
+    weights: Weights,
+    cache: tuple[Cache, ...],
+    tokens: jax.Array,
+    work: Work,
+    config: ModelConfig,
+    runtime: Runtime,
+) -> tuple[jax.Array, tuple[Cache, ...]]:
+    """Advance every request by its query tokens: tokens [N] -> hidden [N, M] float32, and the updated cache."""
+    hidden = runtime.place.constrain(lookup(weights.embed, tokens), None, None)
+    angles = rotary(work.positions, config.rope_dim, config.rope)
+    updated = []
+    for layer, layer_cache in zip(weights.layers, cache, strict=True):
+        hidden, layer_cache = _layer(layer, layer_cache, hidden, work, angles, config, runtime)
+        updated.append(layer_cache)
+    return rms_norm(hidden, weights.norm, config.rms_norm_eps), tuple(updated)
+
+
+def logits(weights: Weights, hidden: jax.Array, config: ModelConfig, place: Placement) -> jax.Array:
+    """hidden [R, M] -> float32 [R, V] on every device; ids that only pad the vocabulary are cut off."""
+    head = weights.embed if weights.head is None else weights.head
+    scores = place.constrain(dot(hidden, head), None, "vocab")
+    return place.constrain(scores, None, None)[:, : config.vocab_size]
+
+
+def _layer(
+    weights: LayerWeights,
+    cache: Cache,
+    hidden: jax.Array,
+    work: Work,
+    angles: Rotary,
+    config: ModelConfig,
+    runtime: Runtime,
+) -> tuple[jax.Array, Cache]:
+    x = rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
+    attended, cache = _attention(config).run(weights.attention, cache, x, work, angles, config, runtime)
+    hidden = hidden + attended
+    with jax.named_scope("mlp"):
+        x = rms_norm(hidden, weights.post_norm, config.rms_norm_eps)
+        if isinstance(weights.mlp, moe.MoEWeights):
+            return hidden + moe.run(weights.mlp, x, config, runtime.place), cache
+        return hidden + mlp.run(weights.mlp, x, runtime.place), cache
+
+
+def _attention(config: ModelConfig) -> ModuleType:
+    return gqa if config.mla is None else mla

@@ -1,0 +1,165 @@
+"""Grouped-query attention (Ainslie et al. 2023): projections, head norms and rope around the paged cache."""
+
+from functools import partial as bind
+from typing import Any
+
+import jax
+from flax import struct
+
+from dcpjax.models.attention import Runtime, Work, attend_on_device
+from dcpjax.models.config import ModelConfig
+from dcpjax.models.kv_cache import LayerCache
+from dcpjax.models.layers import Rotary, dot, rms_norm, rotate
+from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
+from dcpjax.sharding.merge import gather_features
+from dcpjax.sharding.mesh import Layout
+
+
+@struct.dataclass
+class GQAWeights:
+    """Projections are [out, in]; a family without a bias or head norm holds None there."""
+
+    # [H * D, M], [K * D, M], [K * D, M]
+    q: Leaf
+    k: Leaf
+    v: Leaf
+    # [H * D], [K * D], [K * D] or None
+    q_bias: Leaf
+    k_bias: Leaf
+    v_bias: Leaf
+    # [D] or None
+    q_norm: Leaf
+    k_norm: Leaf
+    # [M, H * D], [M] or None
+    o: Leaf
+    o_bias: Leaf
+
+
+def specs(config: ModelConfig, layout: Layout, dtype: str) -> GQAWeights:
+    model, head = Axis(config.hidden_size), Axis(config.head_dim)
+    q_size = config.num_heads * config.head_dim
+    query = Axis(q_size, "query", groups=layout.tp, multiple=layout.dcp)
+    heads = Axis(q_size, "heads", groups=layout.tp, multiple=layout.dcp)
+    kv = _kv_axis(config, layout, config.head_dim)
+
+    def matrix(rows: Axis, columns: Axis) -> ArraySpec:
+        return ArraySpec(axes=(rows, columns), dtype=dtype)
+
+    def vector(axis: Axis, used: bool, init: Any = "normal") -> ArraySpec | None:
+        return ArraySpec(axes=(axis,), dtype=dtype, init=init) if used else None
+
+    return GQAWeights(
+        q=matrix(query, model),
+        k=matrix(kv, model),
+        v=matrix(kv, model),
+        q_bias=vector(query, config.qkv_bias),
+        k_bias=vector(kv, config.qkv_bias),
+        v_bias=vector(kv, config.qkv_bias),
+        q_norm=vector(head, config.qk_norm, "ones"),
+        k_norm=vector(head, config.qk_norm, "ones"),
+        o=matrix(model, heads),
+        o_bias=vector(model, config.o_bias),
+    )
+
+
+def names(config: ModelConfig, root: str) -> GQAWeights:
+    def biases(used: bool, *parts: str) -> list[str | None]:
+        return [f"{root}.{part}" if used else None for part in parts]
+
+    q_bias, k_bias, v_bias = biases(config.qkv_bias, "q_proj.bias", "k_proj.bias", "v_proj.bias")
+    q_norm, k_norm = biases(config.qk_norm, "q_norm.weight", "k_norm.weight")
+    (o_bias,) = biases(config.o_bias, "o_proj.bias")
+    return GQAWeights(
+        q=f"{root}.q_proj.weight",
+        k=f"{root}.k_proj.weight",
+        v=f"{root}.v_proj.weight",
+        q_bias=q_bias,
+        k_bias=k_bias,
+        v_bias=v_bias,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        o=f"{root}.o_proj.weight",
+        o_bias=o_bias,
+    )
+
+
+def cache_specs(config: ModelConfig, layout: Layout, num_blocks: int, slots: int, dtype: Any) -> LayerCache:
+    heads, feature = _kv_axis(config, layout, 1), Axis(config.head_dim)
+    blocks, ranks, slot = Axis(num_blocks), Axis(layout.dcp, "kv_context"), Axis(slots)
+    return LayerCache(
+        keys=ArraySpec(axes=(blocks, ranks, heads, feature, slot), dtype=dtype, init="zeros"),
+        values=ArraySpec(axes=(blocks, ranks, heads, slot, feature), dtype=dtype, init="zeros"),
+    )
+
+
+def _kv_axis(config: ModelConfig, layout: Layout, size: int) -> Axis:
+    """`size` entries per KV head, each head copied where there are more head groups than heads."""
+    copies = layout.duplication(config.num_kv_heads)
+    return Axis(config.num_kv_heads * size, "kv_heads", groups=config.num_kv_heads, repeat=copies)
+
+
+def run(
+    weights: GQAWeights,
+    cache: LayerCache,
+    x: jax.Array,
+    work: Work,
+    angles: Rotary,
+    config: ModelConfig,
+    runtime: Runtime,
+) -> tuple[jax.Array, LayerCache]:
+    """x [N, M] -> [N, M], and the updated cache.
+
+    q [N, tp * F] over `query`, F = H * D / tp padded so that it divides by dcp. Per device:
+
+    1. gather q over dcp                         [N, F / dcp] -> [N, F]; heads [N, H / tp, D], norm, rope
+    2. write new keys and values                 to the slots this rank owns
+    3. partial attention                         over this rank's slots -> out [N, H / tp, D], lse [N, H / tp]
+    4. merge over dcp                            by lse, one of three exchanges
+    5. keep the features of the own o_proj rows  [N, F / dcp]
+    """
+    place = runtime.place
+    with jax.named_scope("qkv"):
+        q = place.constrain(dot(x, weights.q, weights.q_bias), None, "query")
+        k = place.constrain(dot(x, weights.k, weights.k_bias), None, "kv_heads")
+        v = place.constrain(dot(x, weights.v, weights.v_bias), None, "kv_heads")
+    kv_spec, replicated = place.spec(None, "kv_heads"), place.spec()
+    cache_spec = LayerCache(
+        keys=place.spec(None, "kv_context", "kv_heads", None, None),
+        values=place.spec(None, "kv_context", "kv_heads", None, None),
+    )
+    features, cache = jax.shard_map(
+        bind(_run_on_device, config=config, runtime=runtime),
+        mesh=place.mesh,
+        in_specs=(place.spec(None, "query"), kv_spec, kv_spec, cache_spec, replicated, replicated, replicated),
+        out_specs=(place.spec(None, "heads"), cache_spec),
+        check_vma=False,
+    )(q, k, v, cache, work, angles, (weights.q_norm, weights.k_norm))
+    with jax.named_scope("out_projection"):
+        return place.constrain(dot(features, weights.o, weights.o_bias), None, None), cache
+
+
+def _run_on_device(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: LayerCache,
+    work: Work,
+    angles: Rotary,
+    norms: tuple[jax.Array | None, jax.Array | None],
+    *,
+    config: ModelConfig,
+    runtime: Runtime,
+) -> tuple[jax.Array, LayerCache]:
+    with jax.named_scope("gather_query"):
+        q = q if runtime.dcp_replicate_q else gather_features(q)
+    features, used = q.shape[1], config.num_heads // runtime.place.tp * config.head_dim
+    with jax.named_scope("rope"):
+        q = rotate(_heads(q[:, :used], norms[0], config), angles) * config.head_dim**-0.5
+        k = rotate(_heads(k, norms[1], config), angles)
+    return attend_on_device(q, (k, _heads(v, None, config)), cache, work, features, runtime)
+
+
+def _heads(x: jax.Array, norm: jax.Array | None, config: ModelConfig) -> jax.Array:
+    """[N, H * D] -> [N, H, D], each head normed where the family does so."""
+    x = x.reshape(x.shape[0], -1, config.head_dim)
+    return x if norm is None else rms_norm(x, norm, config.rms_norm_eps)

@@ -1,0 +1,162 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), absorbed.
+
+The cache holds one latent of C values and one rope key of R values per token, nothing else. The key projection
+moves to the query (`q_nope @ W_uk`), so that every head attends to the latent itself, and the value projection
+follows the merge. For attention this is one KV head of C + R values whose first C are also the value.
+"""
+
+from functools import partial as bind
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dcpjax.models.attention import Runtime, Work, attend_on_device
+from dcpjax.models.config import MLAConfig, ModelConfig
+from dcpjax.models.kv_cache import LatentCache
+from dcpjax.models.layers import Rotary, dot, head_dot, rms_norm, rotate, split_pairs
+from dcpjax.models.names import HeadRows
+from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
+from dcpjax.sharding.merge import gather_heads
+from dcpjax.sharding.mesh import Layout
+
+
+@struct.dataclass
+class MLAWeights:
+    """E is the rank of the query's own latent, absent in V2-Lite; X the nope, R the rope and Y the value head dim."""
+
+    # [E, M], [E]; None where `q` reads the hidden state itself
+    q_down: Leaf
+    q_norm: Leaf
+    # [H * (X + R), E] or [H * (X + R), M]
+    q: Leaf
+    # [C + R, M], [C]
+    kv_down: Leaf
+    kv_norm: Leaf
+    # [H, X, C]: latent -> keys without rope, applied to the query
+    w_uk: Leaf
+    # [H, Y, C]: latent -> values, applied after the merge
+    w_uv: Leaf
+    # [M, H * Y]
+    o: Leaf
+
+
+def specs(config: ModelConfig, layout: Layout, dtype: str) -> MLAWeights:
+    mla, heads = _config(config), config.num_heads
+    model, latent = Axis(config.hidden_size), Axis(mla.latent_rank)
+    q_input = Axis(mla.q_rank) if mla.q_rank else model
+    vector = bind(ArraySpec, dtype=dtype, init="ones")
+    return MLAWeights(
+        q_down=ArraySpec(axes=(q_input, model), dtype=dtype) if mla.q_rank else None,
+        q_norm=vector(axes=(q_input,)) if mla.q_rank else None,
+        q=ArraySpec(axes=(Axis(heads * mla.qk_dim, "query"), q_input), dtype=dtype),
+        kv_down=ArraySpec(axes=(Axis(mla.cached_dim), model), dtype=dtype),
+        kv_norm=vector(axes=(latent,)),
+        w_uk=ArraySpec(axes=(Axis(heads, "query"), Axis(mla.nope_dim), latent), dtype=dtype),
+        w_uv=ArraySpec(axes=(Axis(heads, "heads"), Axis(mla.value_dim), latent), dtype=dtype),
+        o=ArraySpec(axes=(model, Axis(heads * mla.value_dim, "heads")), dtype=dtype),
+    )
+
+
+def names(config: ModelConfig, root: str) -> MLAWeights:
+    mla = _config(config)
+    rows = mla.nope_dim + mla.value_dim
+    return MLAWeights(
+        q_down=f"{root}.q_a_proj.weight" if mla.q_rank else None,
+        q_norm=f"{root}.q_a_layernorm.weight" if mla.q_rank else None,
+        q=f"{root}.q_b_proj.weight" if mla.q_rank else f"{root}.q_proj.weight",
+        kv_down=f"{root}.kv_a_proj_with_mqa.weight",
+        kv_norm=f"{root}.kv_a_layernorm.weight",
+        w_uk=HeadRows(f"{root}.kv_b_proj.weight", rows, 0, mla.nope_dim),
+        w_uv=HeadRows(f"{root}.kv_b_proj.weight", rows, mla.nope_dim, rows),
+        o=f"{root}.o_proj.weight",
+    )
+
+
+def cache_specs(config: ModelConfig, layout: Layout, num_blocks: int, slots: int, dtype: Any) -> LatentCache:
+    axes = (Axis(num_blocks), Axis(layout.dcp, "kv_context"), Axis(slots), Axis(_config(config).cached_dim))
+    return LatentCache(latents=ArraySpec(axes=axes, dtype=dtype, init="zeros"))
+
+
+def run(
+    weights: MLAWeights,
+    cache: LatentCache,
+    x: jax.Array,
+    work: Work,
+    angles: Rotary,
+    config: ModelConfig,
+    runtime: Runtime,
+) -> tuple[jax.Array, LatentCache]:
+    """x [N, M] -> [N, M], and the updated cache.
+
+    Heads are split over the whole pool, H / T to a device. Per device:
+
+    1. own heads' queries, rope, absorb W_uk     [N, H / T, C + R]; gather over dcp -> [N, H / tp, C + R]
+    2. write new latents                         to the slots this rank owns
+    3. partial attention                         over this rank's slots -> out [N, H / tp, C], lse [N, H / tp]
+    4. merge over dcp                            by lse, one of three exchanges
+    5. keep the own heads, W_uv                  [N, H / T, C] -> [N, H / T * Y], the rows of the own o_proj
+    """
+    place, mla = runtime.place, _config(config)
+    with jax.named_scope("qkv"):
+        q_input = x if weights.q_down is None else rms_norm(dot(x, weights.q_down), weights.q_norm, config.rms_norm_eps)
+        q = place.constrain(dot(q_input, weights.q), None, "query")
+        latent, rope_key = jnp.split(dot(x, weights.kv_down), [mla.latent_rank], axis=-1)
+        rope_key = rotate(split_pairs(rope_key)[:, None, :], angles)[:, 0]
+        latent = jnp.concatenate([rms_norm(latent, weights.kv_norm, config.rms_norm_eps), rope_key], axis=-1)
+    replicated = place.spec()
+    cache_spec = LatentCache(latents=place.spec(None, "kv_context", None, None))
+    features, cache = jax.shard_map(
+        bind(_run_on_device, config=config, runtime=runtime),
+        mesh=place.mesh,
+        in_specs=(
+            place.spec(None, "query"),
+            replicated,
+            cache_spec,
+            replicated,
+            replicated,
+            place.spec("query", None, None),
+            place.spec("heads", None, None),
+        ),
+        out_specs=(place.spec(None, "heads"), cache_spec),
+        check_vma=False,
+    )(q, latent, cache, work, angles, weights.w_uk, weights.w_uv)
+    with jax.named_scope("out_projection"):
+        return place.constrain(dot(features, weights.o), None, None), cache
+
+
+def _run_on_device(
+    q: jax.Array,
+    latent: jax.Array,
+    cache: LatentCache,
+    work: Work,
+    angles: Rotary,
+    w_uk: jax.Array,
+    w_uv: jax.Array,
+    *,
+    config: ModelConfig,
+    runtime: Runtime,
+) -> tuple[jax.Array, LatentCache]:
+    mla, tokens = _config(config), q.shape[0]
+    with jax.named_scope("absorb"):
+        q_nope, q_rope = jnp.split(q.reshape(tokens, -1, mla.qk_dim), [mla.nope_dim], axis=-1)
+        q_rope = rotate(split_pairs(q_rope), angles)
+        q = jnp.concatenate([head_dot(q_nope, w_uk), q_rope], axis=-1) * softmax_scale(config)
+    with jax.named_scope("gather_query"):
+        q = q if runtime.dcp_replicate_q else gather_heads(q)
+    features = q.shape[1] * mla.latent_rank
+    merged, cache = attend_on_device(q, (latent,), cache, work, features, runtime, value_dim=mla.latent_rank)
+    with jax.named_scope("up_projection"):
+        values = head_dot(merged.reshape(tokens, -1, mla.latent_rank), w_uv.swapaxes(1, 2))
+    return values.reshape(tokens, -1), cache
+
+
+def softmax_scale(config: ModelConfig) -> float:
+    """1 / sqrt(X + R), times YaRN's mscale squared where the checkpoint scales all dimensions."""
+    return _config(config).qk_dim ** -0.5 * config.rope.softmax_mscale**2
+
+
+def _config(config: ModelConfig) -> MLAConfig:
+    assert config.mla is not None
+    return config.mla

@@ -1,0 +1,40 @@
+"""The dense feed-forward block: SwiGLU (Shazeer 2020), its width split over the whole mesh."""
+
+import jax
+from flax import struct
+
+from dcpjax.models.config import ModelConfig
+from dcpjax.models.layers import dot
+from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
+from dcpjax.sharding.mesh import Layout
+from dcpjax.sharding.rules import Placement
+
+
+@struct.dataclass
+class MLPWeights:
+    # [F, M], [F, M], [M, F]
+    gate: Leaf
+    up: Leaf
+    down: Leaf
+
+
+def specs(config: ModelConfig, layout: Layout, dtype: str, width: int | None = None) -> MLPWeights:
+    model = Axis(config.hidden_size)
+    ffn = Axis(width or config.intermediate_size, "ffn", multiple=layout.devices)
+    rising, falling = ArraySpec(axes=(ffn, model), dtype=dtype), ArraySpec(axes=(model, ffn), dtype=dtype)
+    return MLPWeights(gate=rising, up=rising, down=falling)
+
+
+def names(root: str) -> MLPWeights:
+    return MLPWeights(*(f"{root}.{part}_proj.weight" for part in ("gate", "up", "down")))
+
+
+def run(weights: MLPWeights, x: jax.Array, place: Placement) -> jax.Array:
+    """x [N, M] -> [N, M]."""
+    gated = place.constrain(swiglu(x, weights.gate, weights.up), None, "ffn")
+    return place.constrain(dot(gated, weights.down), None, None)
+
+
+def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """x [N, M], gate and up [F, M] -> [N, F]."""
+    return jax.nn.silu(dot(x, gate)) * dot(x, up)
