@@ -42,16 +42,20 @@ class Shapes:
     max_tokens: int
     table_width: int
 
-    def rows(self, count: int, decode_only: bool) -> int:
-        """R: a power of two; steps that also run prompts use every second power, for fewer programs."""
-        return _power_of(2, count, self.max_rows) if decode_only else _power_of(4, count, self.max_rows, 8)
+    def decode_only(self, step: Sequence[Scheduled]) -> bool:
+        """Whether a step of single tokens alone runs a program of its own, without tiles of many tokens."""
+        return all(entry.count == 1 for entry in step)
 
-    def tokens(self, count: int, rows: int, decode_only: bool) -> int:
-        """N: the rows themselves when only decoding, a power of two otherwise."""
-        return rows if decode_only else _power_of(2, count, self.max_tokens, 16)
+    def rows(self, count: int) -> int:
+        """R: 1, 8, 32, 128 ...: few programs, since batches grow and shrink by the step."""
+        return 1 if count == 1 else _round_up(count, 8, 4, self.max_rows)
+
+    def tokens(self, count: int) -> int:
+        """N of a step that runs prompts: 32, 64, 128 ..."""
+        return _round_up(count, 32, 2, self.max_tokens)
 
 
-def _power_of(base: int, count: int, most: int, least: int = 1) -> int:
+def _round_up(count: int, least: int, base: int, most: int) -> int:
     size = least
     while size < count:
         size *= base
@@ -61,9 +65,9 @@ def _power_of(base: int, count: int, most: int, least: int = 1) -> int:
 def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) -> Batch:
     """Lay the scheduled tokens out, in the order of `step`."""
     total = sum(scheduled.count for scheduled in step)
-    decode_only = total == len(step)
-    rows = shapes.rows(len(step), decode_only)
-    size = shapes.tokens(total, rows, decode_only)
+    decode_only = shapes.decode_only(step)
+    rows = shapes.rows(len(step))
+    size = rows if decode_only else shapes.tokens(total)
     tokens, positions, row_of = (np.full(size, -1, np.int32) for _ in range(3))
     table = np.full((rows, shapes.table_width), -1, np.int32)
     last = np.zeros(rows, np.int32)

@@ -145,8 +145,8 @@ class Runner:
 
     def block_bytes_per_device(self) -> int:
         """Bytes that one block takes on each device, over all layers, copies of KV heads included."""
-        total = sum(spec.nbytes() for spec in jax.tree.leaves(self._cache_specs(1), is_leaf=is_spec))
-        return total // self.layout.devices
+        specs = jax.tree.leaves(self._cache_specs(1), is_leaf=is_spec)
+        return sum(spec.bytes_per_device(self.place) for spec in specs)
 
     def _default_cache_bytes(self, engine: EngineConfig) -> int:
         device = self.place.mesh.devices.flat[0]

@@ -89,9 +89,10 @@ class ArraySpec:
     def names(self) -> tuple[str | None, ...]:
         return tuple(axis.name for axis in self.axes)
 
-    def nbytes(self) -> int:
-        """Bytes over the whole mesh, every shard counted once."""
-        return int(np.prod(self.shape)) * jnp.dtype(self.dtype).itemsize
+    def bytes_per_device(self, place: Placement) -> int:
+        """What each device stores: what the mesh does not cut is stored whole on all of them."""
+        shard = self.sharding(place).shard_shape(self.shape)
+        return int(np.prod(shard)) * jnp.dtype(self.dtype).itemsize
 
     def sharding(self, place: Placement) -> jax.sharding.NamedSharding:
         """Raises ValueError when a padded size does not divide by its share of the mesh."""

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dcpjax.batch import Batch, build
+from dcpjax.batch import Batch, Shapes, build
 from dcpjax.blocks import BlockManager
 from dcpjax.config import EngineConfig
 from dcpjax.model_files import open_model
@@ -18,7 +18,7 @@ from dcpjax.outputs import RequestMetrics
 from dcpjax.request import Request
 from dcpjax.runner import Runner
 from dcpjax.sampling_params import SamplingParams
-from dcpjax.scheduler import Scheduler
+from dcpjax.scheduler import Scheduled, Scheduler
 from dcpjax.step import compile_on_demand
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -59,13 +59,28 @@ def loaded(family: str, **options: Any) -> "Stepper":
     return Stepper(GOLDENS / family, **options)
 
 
+class OneShape(Shapes):
+    """Every step in the largest shape: one program for each layout to be compared."""
+
+    def decode_only(self, step: Sequence[Scheduled]) -> bool:
+        return False
+
+    def rows(self, count: int) -> int:
+        return self.max_rows
+
+    def tokens(self, count: int) -> int:
+        return self.max_tokens
+
+
 class Stepper:
     """A model whose steps give logits."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
+    def __init__(self, path: Path, *, one_shape: bool = False, **options: Any) -> None:
         options = {"dtype": "float32", "block_size": 16, "max_num_seqs": 4, "kv_cache_memory_bytes": 2**20} | options
         self.runner = Runner(open_model(path), EngineConfig(**options))
         runner = self.runner
+        if one_shape:
+            runner.shapes = OneShape(**vars(runner.shapes))
         self.step = compile_on_demand(all_logits, runner.config, runner.runtime, runner.cache)
 
     def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[Trace]:

@@ -12,7 +12,13 @@ from dcpjax.models.config import from_hf
 from dcpjax.sharding.mesh import legal_layouts
 
 TOLERANCE = 2e-5
-EIGHT_RANKS = {"tensor_parallel_size": 8, "decode_context_parallel_size": 8, "load_format": "dummy"}
+EIGHT_RANKS: dict[str, Any] = {"tensor_parallel_size": 8, "decode_context_parallel_size": 8, "load_format": "dummy"}
+ONE_PROGRAM: dict[str, Any] = {
+    "one_shape": True,
+    "load_format": "dummy",
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 256,
+}
 MERGES = ("ag_rs", "a2a", "psum")
 # every length up to 2 * 8 + 1, then around block edges
 LENGTHS = [*range(1, 18), 31, 32, 33, 47, 48, 49]
@@ -25,9 +31,7 @@ def prompts(vocab: int) -> list[list[int]]:
 
 def run(family: str, **options: Any) -> list[Trace]:
     vocab = open_model(GOLDENS / family).config["vocab_size"]
-    return loaded(family, load_format="dummy", max_num_seqs=32, max_num_batched_tokens=512, **options).greedy(
-        prompts(vocab), 4
-    )
+    return loaded(family, **ONE_PROGRAM, **options).greedy(prompts(vocab), 4)
 
 
 def assert_equal_to_one_device(family: str, **options: Any) -> None:
@@ -42,7 +46,7 @@ def every_layout(family: str) -> list[tuple[int, int]]:
     return [
         (devices, layout.dcp)
         for devices in (1, 2, 4, 8)
-        for layout in legal_layouts(devices, config.num_heads, config.num_kv_heads)
+        for layout in legal_layouts(devices, config.num_heads, config.cache_heads)
     ]
 
 
@@ -65,6 +69,35 @@ def test_nine_heads_that_divide_by_nothing_on_every_layout(devices: int, dcp: in
 @pytest.mark.parametrize(("devices", "dcp"), [layout for layout in every_layout("qwen3") if layout[0] in (4, 8)])
 def test_one_kv_head_with_head_norms_on_every_layout(devices: int, dcp: int) -> None:
     assert_equal_to_one_device("qwen3", tensor_parallel_size=devices, decode_context_parallel_size=dcp)
+
+
+@pytest.mark.parametrize(("devices", "dcp"), every_layout("deepseek-v3"))
+def test_latent_attention_on_every_layout(devices: int, dcp: int) -> None:
+    """One latent for all eight heads: tensor parallelism alone stores it on every device."""
+    for merge in MERGES if devices == 8 and dcp > 1 else MERGES[:1]:
+        assert_equal_to_one_device(
+            "deepseek-v3", tensor_parallel_size=devices, decode_context_parallel_size=dcp, dcp_comm_backend=merge
+        )
+
+
+@pytest.mark.parametrize(("devices", "dcp"), [(2, 1), (6, 3), (6, 6)])
+def test_seven_experts_on_two_and_six_devices(devices: int, dcp: int) -> None:
+    assert_equal_to_one_device(
+        "qwen3-moe", tensor_parallel_size=devices, decode_context_parallel_size=dcp, block_size=24
+    )
+
+
+def test_a_latent_cache_is_split_by_dcp_to_the_byte() -> None:
+    sizes = {
+        dcp: loaded(
+            "deepseek-v3", tensor_parallel_size=8, decode_context_parallel_size=dcp, **ONE_PROGRAM
+        ).runner.block_bytes_per_device()
+        for dcp in (1, 2, 4, 8)
+    }
+    config = from_hf(open_model(GOLDENS / "deepseek-v3").config)
+    assert config.mla is not None
+    assert sizes[1] == 16 * config.num_layers * (config.mla.latent_rank + config.mla.rope_dim) * 4
+    assert sizes == {dcp: sizes[1] // dcp for dcp in sizes}
 
 
 @pytest.mark.parametrize(("devices", "dcp"), [(6, 2), (6, 3), (6, 6), (3, 1)])
@@ -119,8 +152,7 @@ def test_chunked_prefill_equals_one_chunk(chunk: int) -> None:
 
 @pytest.mark.parametrize(("poison", "dcp"), list(product([np.nan, 1e30, np.inf], [1, 8])))
 def test_unused_slots_change_nothing(poison: float, dcp: int) -> None:
-    options: dict[str, Any] = {"tensor_parallel_size": dcp, "decode_context_parallel_size": dcp, "max_num_seqs": 32}
-    stepper = loaded("smollm2", max_num_batched_tokens=512, **options)
+    stepper = loaded("smollm2", tensor_parallel_size=dcp, decode_context_parallel_size=dcp, **ONE_PROGRAM)
     clean = stepper.greedy(prompts(101), 4)
     stepper.poison(poison)
     poisoned = stepper.greedy(prompts(101), 4)
@@ -128,8 +160,16 @@ def test_unused_slots_change_nothing(poison: float, dcp: int) -> None:
         np.testing.assert_array_equal(found.every_logits, expected.every_logits)
 
 
+def test_the_order_of_arrival_changes_nothing() -> None:
+    """Short prompts behind long ones, in a program that decodes and one that does not."""
+    stepper = loaded("smollm2", max_num_seqs=32, max_num_batched_tokens=256, **EIGHT_RANKS)
+    expected = stepper.greedy(prompts(101), 4)
+    for found, same in zip(reversed(stepper.greedy(prompts(101)[::-1], 4)), expected, strict=True):
+        assert found.tokens == same.tokens
+
+
 def test_batch_sizes_give_the_same_tokens() -> None:
-    stepper = loaded("smollm2", max_num_seqs=32, max_num_batched_tokens=512, **EIGHT_RANKS)
+    stepper = loaded("smollm2", max_num_seqs=32, max_num_batched_tokens=256, **EIGHT_RANKS)
     together = stepper.greedy(prompts(101), 4)
     for size in (1, 2, 4, 8):
         for first in range(0, 8, size):

@@ -51,17 +51,25 @@ def test_sixty_four_greedy_tokens_equal_transformers(eight_ranks: LLM) -> None:
         assert result.outputs[0].token_ids == GOLDEN[f"{name}_greedy"].tolist(), name
 
 
+def conversations() -> list[list[dict[str, str]]]:
+    """As many as the runs above, so that the same programs serve."""
+    return [[{"role": "user", "content": QUESTIONS[name]}] for name in ("france", "sky", "france")]
+
+
 def test_chat_stops_at_the_end_of_the_turn(eight_ranks: LLM) -> None:
-    question = [{"role": "user", "content": QUESTIONS["france"]}]
-    (result,) = eight_ranks.chat(question, SamplingParams(temperature=0, max_tokens=64))
-    (output,) = result.outputs
-    assert output.text == "The capital of France is Paris."
-    assert output.finish_reason == "stop"
+    results = eight_ranks.chat(conversations(), SamplingParams(temperature=0, max_tokens=16))
+    for result in (results[0], results[2]):
+        assert result.outputs[0].text == "The capital of France is Paris."
+        assert result.outputs[0].finish_reason == "stop"
+    assert results[1].outputs[0].finish_reason == "length"
 
 
 def test_a_stream_gives_the_same_text_piece_by_piece(eight_ranks: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=64)
-    events = list(eight_ranks.stream_chat([{"role": "user", "content": QUESTIONS["france"]}], params))
+    events = [
+        event
+        for event in eight_ranks.stream_chat(conversations(), SamplingParams(temperature=0, max_tokens=16))
+        if event.prompt_index == 0
+    ]
     assert "".join(event.text for event in events) == "The capital of France is Paris."
     assert len(events) > 5
     assert events[-1].finish_reason == "stop"
