@@ -39,7 +39,7 @@ def add_model_flags(parser: Parser, *, max_tokens: int) -> None:
         explain={"seed": SEED},
         defaults={**own, "max_tokens": f"{max_tokens}; 16 in Python"},
     )
-    add_options(parser, "running the model", EngineConfig, leave_out=["seed"])
+    add_options(parser, "running the model", EngineConfig, leave_out=["seed", "hf_overrides"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """What a user chooses about an engine, checked before any heavy work. Numbers and names; knows no arrays."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -33,6 +34,7 @@ class EngineConfig:
         cp_kv_cache_interleave_size: consecutive positions that one rank stores.
         seed: of the engine; requests without a seed of their own draw theirs from it.
         load_format: "dummy" fills the weights with random numbers and reads no weight file.
+        hf_overrides: entries of config.json to replace, as {"num_hidden_layers": 2}; nested ones are merged.
         compilation_cache: keep compiled programs between runs; True for the user's cache folder, or a folder.
     """
 
@@ -51,6 +53,7 @@ class EngineConfig:
     cp_kv_cache_interleave_size: int = 1
     seed: int = 0
     load_format: LoadFormat = "auto"
+    hf_overrides: Mapping[str, Any] | None = None
     compilation_cache: bool | str | os.PathLike[str] = True
 
     def __post_init__(self) -> None:
@@ -75,6 +78,8 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], but is {share!r}; use 0.9")
         if not isinstance(self.dcp_replicate_q, bool):
             raise ValueError(f"dcp_replicate_q must be True or False, but is {self.dcp_replicate_q!r}")
+        if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
+            raise ValueError(f"hf_overrides must be a dict of config.json's entries, but is {self.hf_overrides!r}")
         if not isinstance(self.compilation_cache, bool | str | os.PathLike):
             raise ValueError(f"compilation_cache must be True, False or a folder, but is {self.compilation_cache!r}")
         self._check_division()

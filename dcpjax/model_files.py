@@ -11,8 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dcpjax.fp8_source import Block, Fp8Source, fp8_block
 from dcpjax.gguf_file import GGUFSource, gguf_config, has_tokenizer
 from dcpjax.hub import read_json, resolve_model
+from dcpjax.presets import PRESETS
 from dcpjax.tokenizer import Tokenizer
 from dcpjax.weight_files import SafetensorsSource, TensorSource
 
@@ -34,9 +36,26 @@ class ModelFiles:
 
 
 def open_model(model: str | os.PathLike[str]) -> ModelFiles:
-    """The files of a folder, a `.gguf` file, an alias or a hub id. ValueError if they make no model."""
+    """The files of a folder, a `.gguf` file, an alias, a hub id or a preset. ValueError if they make no model."""
+    name = os.fspath(model)
+    if name in PRESETS and not Path(name).exists():
+        return _open_preset(name)
     path = resolve_model(model)
     return _open_gguf(path) if path.is_file() else _open_folder(path)
+
+
+def _open_preset(name: str) -> ModelFiles:
+    """Published numbers without files: for random weights and for planning."""
+
+    def tensors() -> TensorSource:
+        raise ValueError(
+            f'{name} is a preset, numbers without weights: load_format must be "dummy", but is "auto"; '
+            "or pass the folder or hub id of a checkpoint"
+        )
+
+    return ModelFiles(
+        path=Path(name), config=dict(PRESETS[name]), generation_config={}, tensors=tensors, tokenizer=lambda: None
+    )
 
 
 def _open_gguf(path: Path) -> ModelFiles:
@@ -55,13 +74,19 @@ def _gguf_tokenizer(path: Path) -> Tokenizer | None:
 
 
 def _open_folder(folder: Path) -> ModelFiles:
+    config = _config(folder)
     return ModelFiles(
         path=folder,
-        config=_config(folder),
+        config=config,
         generation_config=_optional_json(folder / "generation_config.json"),
-        tensors=partial(SafetensorsSource, folder),
+        tensors=partial(_folder_tensors, folder, fp8_block(config)),
         tokenizer=partial(_folder_tokenizer, folder),
     )
+
+
+def _folder_tensors(folder: Path, block: Block | None) -> TensorSource:
+    source = SafetensorsSource(folder)
+    return source if block is None else Fp8Source(source, block)
 
 
 def _folder_tokenizer(folder: Path) -> Tokenizer | None:

@@ -4,7 +4,7 @@ Knows arrays and batches; knows nothing about queues or text.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class Runner:
     """Loads a model onto the mesh and runs steps on it."""
 
     def __init__(self, files: ModelFiles, engine: EngineConfig, *, progress: bool = False) -> None:
-        self.config = from_hf(files.config)
+        self.config = from_hf(overridden(files.config, engine.hf_overrides or {}))
         layout = Layout(
             tensor_parallel_size=engine.tensor_parallel_size,
             decode_context_parallel_size=engine.decode_context_parallel_size,
@@ -169,6 +169,16 @@ def count_blocks(budget: int, block_bytes: int, geometry: CacheGeometry) -> int:
             f"({block_bytes} bytes per device), but is {budget}; use {block_bytes} or a smaller block_size"
         )
     return budget // block_bytes
+
+
+def overridden(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with entries replaced; a mapping changes only the entries it names."""
+    merged = dict(config)
+    for key, value in changes.items():
+        old = merged.get(key)
+        both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        merged[key] = overridden(old, value) if both else value
+    return merged
 
 
 def resolve_dtype(choice: str, config: ModelConfig) -> str:
