@@ -375,7 +375,7 @@ def test_write_fills_the_slots_that_the_rank_owns_and_no_other(where, dtype):
     planned = work(step, where)
     stored = ml_dtypes.bfloat16 if dtype == np.uint16 else dtype
     k, v = new_values(step, TOKENS)
-    put = jax.jit(lambda layer, k, v, work, rank: write(layer, k, v, work, where.geometry, rank))
+    put = jax.jit(lambda layer, k, v, work, rank: write(layer, (k, v), work, where.geometry, rank))
     for rank in (0, where.geometry.dcp - 1):
         expected = paged(step, where, rank, untouched, stored)
         before = erase(expected, step, where, rank, untouched)
