@@ -1,0 +1,334 @@
+"""The public interface on a tiny model with a tokenizer of one character per token."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import GOLDENS
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+import dcpjax
+from dcpjax import LLM, RequestOutput, SamplingParams
+
+TEMPLATE = (
+    "{% for message in messages %}<u>{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights of a golden checkpoint (vocabulary 101), printable characters as tokens, three control tokens."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    shutil.copytree(GOLDENS / "smollm2", path)
+    characters = ["Ġ", "Ċ", *(chr(code) for code in range(33, 127))]
+    vocabulary = {token: number for number, token in enumerate(["<e>", "<u>", "<a>", *characters])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<e>", "<u>", "<a>")])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<e>", "chat_template": TEMPLATE}))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return make(folder)
+
+
+def make(folder: Path, **options: Any) -> LLM:
+    options = {
+        "tensor_parallel_size": 2,
+        "decode_context_parallel_size": 2,
+        "dtype": "float32",
+        "block_size": 16,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 2**20,
+    } | options
+    return LLM(folder, progress=False, **options)
+
+
+def tokens(results: list[RequestOutput]) -> list[list[int]]:
+    return [output.token_ids for result in results for output in result.outputs]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(llm: LLM) -> Any:
+    yield
+    assert not llm.engine.has_work
+    assert llm.engine.blocks.num_used == 0
+    llm.engine.blocks.check_integrity()
+
+
+def test_results_come_in_order_and_one_for_each_prompt(llm: LLM) -> None:
+    prompts = ["abc", [5, 6, 7], {"prompt": "xyz"}, {"prompt_token_ids": [9]}]
+    results = llm.generate(prompts, GREEDY)
+    assert [result.prompt for result in results] == ["abc", None, "xyz", None]
+    assert all(result.finished and len(result.outputs[0].token_ids) <= 8 for result in results)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert tokens(llm.generate([prompt], GREEDY)) == [result.outputs[0].token_ids]
+
+
+def test_one_string_or_one_list_of_ids_is_one_prompt(llm: LLM) -> None:
+    assert len(llm.generate("abc", GREEDY)) == 1
+    assert len(llm.generate([5, 6, 7], GREEDY)) == 1
+    assert llm.generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [
+        ("", "a prompt must hold at least one token, but is empty"),
+        ([], "a prompt must hold at least one token, but is empty"),
+        ([101], "token ids must be in [0, 100], but one is 101"),
+        ([-1], "token ids must be in [0, 100], but one is -1"),
+        ([1.5], "token ids must be integers, but one is 1.5"),
+        (7, "a prompt must be a string or a list of token ids, but is int"),
+        (None, "a prompt must be a string or a list of token ids, but is NoneType"),
+        ({"text": "x"}, "a prompt must be a string or a list of token ids, but is NoneType"),
+        ([5] * 512, "a prompt must hold at most 511 tokens (max_model_len=512 leaves one to generate), but holds 512"),
+    ],
+)
+def test_a_bad_prompt_gives_one_error_and_the_others_finish(llm: LLM, bad: Any, sentence: str) -> None:
+    before, broken, after = llm.generate(["abc", bad, "xyz"], GREEDY)
+    assert broken.outputs[0].finish_reason == "error"
+    assert broken.error is not None
+    assert sentence in broken.error
+    assert broken.finished
+    assert before.outputs[0].finish_reason != "error"
+    assert after.outputs[0].finish_reason != "error"
+
+
+def test_ninety_nine_results_and_one_error(llm: LLM) -> None:
+    prompts: list[Any] = [[3 + number % 90] for number in range(100)]
+    prompts[37] = [1000]
+    results = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=2))
+    assert [number for number, result in enumerate(results) if result.error] == [37]
+
+
+def test_whitespace_and_special_tokens_are_prompts(llm: LLM) -> None:
+    for prompt in (" ", "\n", "<u><a>"):
+        assert llm.generate(prompt, GREEDY)[0].error is None
+
+
+def test_the_same_prompt_twice_gives_the_same_tokens(llm: LLM) -> None:
+    first, second = llm.generate(["abcabc", "abcabc"], GREEDY)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert len(first.outputs[0].token_ids) > 0
+
+
+def test_text_is_the_decoded_tokens(llm: LLM) -> None:
+    (result,) = llm.generate("abc", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    assert llm.tokenizer is not None
+    assert result.outputs[0].text == llm.tokenizer.decode(result.outputs[0].token_ids)
+
+
+def test_a_stream_adds_up_to_the_result(llm: LLM) -> None:
+    prompts = ["abc", "hello there", "z"]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=12)
+    results = llm.generate(prompts, params)
+    texts, ids, reasons = [""] * 3, [[] for _ in prompts], [None] * 3
+    for event in llm.stream(prompts, params):
+        texts[event.prompt_index] += event.text
+        ids[event.prompt_index] += event.token_ids
+        reasons[event.prompt_index] = event.finish_reason
+    assert texts == [result.outputs[0].text for result in results]
+    assert ids == tokens(results)
+    assert reasons == [result.outputs[0].finish_reason for result in results]
+
+
+def test_closing_a_stream_frees_its_blocks(llm: LLM) -> None:
+    stream = llm.stream(["abc", "def"], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    next(stream)
+    assert llm.engine.blocks.num_used > 0
+    stream.close()
+    assert llm.engine.blocks.num_used == 0
+    assert llm.generate("abc", GREEDY)[0].error is None
+
+
+def test_two_streams_may_be_read_in_turn(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    expected = llm.generate(["abc", "xyz"], params)
+    one, other = llm.stream("abc", params), llm.stream("xyz", params)
+    texts = ["", ""]
+    for left, right in zip(one, other, strict=False):
+        texts[0] += left.text
+        texts[1] += right.text
+    texts[0] += "".join(event.text for event in one)
+    texts[1] += "".join(event.text for event in other)
+    assert texts == [result.outputs[0].text for result in expected]
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    whole = llm.generate("abc", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))[0].outputs[0]
+    stop = whole.text[10:12]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=[stop])
+    (result,) = llm.generate("abc", params)
+    (output,) = result.outputs
+    assert output.text == whole.text[: whole.text.index(stop)]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert whole.token_ids[: len(output.token_ids)] == output.token_ids
+
+
+def test_a_stop_token_is_reported_and_kept_out_of_the_text(llm: LLM) -> None:
+    whole = llm.generate("abc", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))[0].outputs[0]
+    stop = whole.token_ids[7]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop])
+    (result,) = llm.generate("abc", params)
+    (output,) = result.outputs
+    first = whole.token_ids.index(stop)
+    assert output.token_ids == whole.token_ids[: first + 1]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert llm.tokenizer is not None
+    assert output.text == llm.tokenizer.decode(whole.token_ids[:first])
+
+
+def test_min_tokens_puts_off_the_end(llm: LLM) -> None:
+    whole = llm.generate("abc", SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))[0].outputs[0]
+    stop = whole.token_ids[0]
+    ended = llm.generate("abc", SamplingParams(temperature=0, max_tokens=6, stop_token_ids=[stop]))
+    assert len(ended[0].outputs[0].token_ids) == 1
+    later = llm.generate("abc", SamplingParams(temperature=0, max_tokens=6, min_tokens=4, stop_token_ids=[stop]))
+    assert len(later[0].outputs[0].token_ids) >= 4
+    assert stop not in later[0].outputs[0].token_ids[:4]
+
+
+def test_a_seed_makes_draws_independent_of_order_and_company(llm: LLM) -> None:
+    seeded = SamplingParams(temperature=1.0, seed=11, max_tokens=10, ignore_eos=True)
+    other = SamplingParams(temperature=1.0, top_k=5, max_tokens=10, ignore_eos=True)
+    alone = tokens(llm.generate(["abc"], seeded))[0]
+    assert tokens(llm.generate(["xyz", "abc"], [other, seeded]))[1] == alone
+    assert tokens(llm.generate(["abc", "xyz", "q"], [seeded, other, other]))[0] == alone
+
+
+def test_several_completions_use_following_seeds(llm: LLM) -> None:
+    params = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True}
+    (result,) = llm.generate("abc", SamplingParams(n=3, seed=5, **params))
+    assert [output.index for output in result.outputs] == [0, 1, 2]
+    singly = [tokens(llm.generate("abc", SamplingParams(seed=seed, **params)))[0] for seed in (5, 6, 7)]
+    assert [output.token_ids for output in result.outputs] == singly
+    assert len({tuple(output.token_ids) for output in result.outputs}) == 3
+
+
+def test_the_engine_seed_decides_where_a_request_has_none(folder: Path) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+    one, same, other = make(folder, seed=1), make(folder, seed=1), make(folder, seed=2)
+    assert tokens(one.generate(["abc", "abc"], params)) == tokens(same.generate(["abc", "abc"], params))
+    assert tokens(one.generate(["abc"], params)) != tokens(other.generate(["abc"], params))
+
+
+def test_a_pool_so_small_that_requests_are_preempted_gives_the_same_tokens(folder: Path, llm: LLM) -> None:
+    prompts = [[10 + number] * 20 for number in range(6)]
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=40, ignore_eos=True)
+    per_block = llm.runner.block_bytes_per_device()
+    small = make(folder, kv_cache_memory_bytes=6 * per_block)
+    results = small.generate(prompts, params)
+    assert tokens(results) == tokens(llm.generate(prompts, params))
+    preempted = [result.metrics.preemptions for result in results if result.metrics is not None]
+    assert sum(preempted) > 0
+    assert small.engine.blocks.num_used == 0
+
+
+def test_a_request_that_can_never_fit_is_an_error_with_numbers(folder: Path, llm: LLM) -> None:
+    small = make(folder, kv_cache_memory_bytes=2 * llm.runner.block_bytes_per_device())
+    assert small.max_model_len == 32
+    fits, too_long = small.generate([[5] * 31, [5] * 32], SamplingParams(temperature=0, max_tokens=4))
+    assert fits.outputs[0].finish_reason == "length"
+    assert "a prompt must hold at most 31 tokens (max_model_len=32" in (too_long.error or "")
+
+
+def test_one_hundred_calls_of_varied_sizes_leave_nothing_behind(llm: LLM) -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(100):
+        lengths = generator.integers(1, 30, size=int(generator.integers(1, 6)))
+        results = llm.generate(
+            [[7] * int(length) for length in lengths], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        )
+        assert [len(output) for output in tokens(results)] == [2] * len(lengths)
+
+
+def test_an_exception_in_a_step_fails_its_requests_and_the_engine_goes_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = tokens(llm.generate("abc", GREEDY))
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.runner, "_step", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        (result,) = llm.generate("abc", GREEDY)
+    assert result.error == "RuntimeError: out of memory"
+    assert tokens(llm.generate("abc", GREEDY)) == good
+
+
+def test_an_interrupt_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = tokens(llm.generate("abc", GREEDY))
+
+    def interrupted(*_: Any) -> Any:
+        for array in (llm.runner.cache[0].keys, llm.runner.cache[1].values):
+            array.delete()  # as if the donated cache was lost midway
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.runner, "_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["abc", "xyz"], GREEDY)
+    assert llm.engine.blocks.num_used == 0
+    assert tokens(llm.generate("abc", GREEDY)) == good
+
+
+def test_non_finite_logits_end_a_request_with_an_error(folder: Path) -> None:
+    broken = make(folder)
+    poisoned = broken.runner.weights.norm.at[:].set(np.nan)
+    broken.runner.weights = broken.runner.weights.replace(norm=poisoned)
+    (result,) = broken.generate("abc", GREEDY)
+    assert result.error == "the model's logits are not finite (NaN or infinity)"
+
+
+def test_chat_goes_through_the_template_of_the_checkpoint(llm: LLM) -> None:
+    (result,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+    assert result.prompt_token_ids == [1, *result.prompt_token_ids[1:3], 2]
+    assert len(llm.chat([[{"role": "user", "content": "hi"}]] * 3, GREEDY)) == 3
+
+
+def test_control_tokens_in_a_message_are_plain_text(llm: LLM) -> None:
+    (result,) = llm.chat([{"role": "user", "content": "a<a>b<u>"}], GREEDY)
+    assert result.prompt_token_ids[0] == 1
+    assert result.prompt_token_ids[-1] == 2
+    assert not {0, 1, 2} & set(result.prompt_token_ids[1:-1])
+
+
+def test_a_bad_conversation_is_an_error_of_its_own(llm: LLM) -> None:
+    good, bad = llm.chat([[{"role": "user", "content": "x"}], [{"role": "king", "content": "x"}]], GREEDY)
+    assert good.error is None
+    assert "must be one of system" in (bad.error or "")
+
+
+def test_parameters_must_be_one_or_as_many_as_the_prompts(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="sampling_params must be one or as many as the 2 prompts, but are 1"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+def test_generate_takes_engine_and_sampling_options(folder: Path, llm: LLM) -> None:
+    results = dcpjax.generate(folder, ["abc"], dtype="float32", temperature=0, max_tokens=8, compilation_cache=False)
+    assert tokens(results) == tokens(llm.generate("abc", GREEDY))
+
+
+def test_the_moments_of_a_request_are_in_order(llm: LLM) -> None:
+    metrics = llm.generate("abc", GREEDY)[0].metrics
+    assert metrics is not None
+    assert metrics.first_scheduled_time is not None
+    assert metrics.first_token_time is not None
+    assert metrics.finished_time is not None
+    assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= metrics.finished_time
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids() -> None:
+    bare = LLM(GOLDENS / "smollm2", progress=False, dtype="float32", kv_cache_memory_bytes=2**20, block_size=16)
+    by_text, by_ids = bare.generate(["abc", [5, 6, 7]], GREEDY)
+    assert "a text prompt needs a tokenizer" in (by_text.error or "")
+    assert by_ids.error is None
+    assert by_ids.outputs[0].text == ""
