@@ -35,7 +35,8 @@ class EngineConfig:
         seed: of the engine; requests without a seed of their own draw theirs from it.
         load_format: "dummy" fills the weights with random numbers and reads no weight file.
         hf_overrides: entries of config.json to replace, as {"num_hidden_layers": 2}; nested ones are merged.
-        compilation_cache: keep compiled programs between runs; True for the user's cache folder, or a folder.
+        compilation_cache: keep compiled programs between runs; True for the user's cache folder, or a folder. The
+            first `LLM` of a process decides.
     """
 
     tensor_parallel_size: int = 1

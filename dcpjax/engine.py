@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -26,13 +26,6 @@ class StepRunner(Protocol):
     def restore_cache(self) -> bool: ...
 
 
-class NewToken(NamedTuple):
-    """What a step did for one request; `token` is None when it ended without a new one."""
-
-    request: Request
-    token: int | None
-
-
 class Engine:
     """Continuous batching over one model."""
 
@@ -49,8 +42,8 @@ class Engine:
         """Queue a request. Raises ValueError if it can never fit the cache."""
         self.scheduler.add(request)
 
-    def step(self) -> list[NewToken]:
-        """Advance every scheduled request; return their new tokens and those that ended."""
+    def step(self) -> list[Request]:
+        """Advance every scheduled request; return those that have a new token or ended."""
         scheduled = self.scheduler.schedule()
         assert scheduled, "work is waiting, but nothing could be scheduled"
         now = time.monotonic()
@@ -71,37 +64,38 @@ class Engine:
         self.scheduler.release(request)
 
     def recover(self) -> None:
-        """After a step that was cut short: requests that still run start over if their cache is gone."""
+        """After a step that was cut short: let go of what it finished; start over what lost its cache."""
+        for request in [request for request in self.scheduler.running if request.status is Status.FINISHED]:
+            self.end(request)
         if self.runner.restore_cache():
             self.scheduler.preempt_all()
 
-    def _collect(self, scheduled: list[Scheduled], tokens: np.ndarray, finite: np.ndarray) -> list[NewToken]:
-        news = []
+    def _collect(self, scheduled: list[Scheduled], tokens: np.ndarray, finite: np.ndarray) -> list[Request]:
+        changed = []
         for row, entry in enumerate(scheduled):
             if not finite[row]:
                 entry.request.finish("error", error="the model's logits are not finite (NaN or infinity)")
-                news.append(NewToken(entry.request, None))
             elif entry.samples:
-                news.append(NewToken(entry.request, self._append(entry.request, int(tokens[row]))))
+                self._append(entry.request, int(tokens[row]))
+            if entry.samples or not finite[row]:
+                changed.append(entry.request)
         self._release_finished(scheduled)
-        return news
+        return changed
 
-    def _append(self, request: Request, token: int) -> int:
+    def _append(self, request: Request, token: int) -> None:
         request.output_token_ids.append(token)
         request.metrics.first_token_time = request.metrics.first_token_time or time.monotonic()
         if token in request.end_token_ids and len(request.output_token_ids) > request.params.min_tokens:
             request.finish("stop", token if token in request.params.stop_tokens else None)
         elif len(request.output_token_ids) >= request.max_tokens:
             request.finish("length")
-        return token
 
-    def _fail(self, scheduled: list[Scheduled], error: Exception) -> list[NewToken]:
+    def _fail(self, scheduled: list[Scheduled], error: Exception) -> list[Request]:
         """The requests of a failed step end with its message; the others go on."""
         for entry in scheduled:
             entry.request.finish("error", error=f"{type(error).__name__}: {error}")
-        self._release_finished(scheduled)
         self.recover()
-        return [NewToken(entry.request, None) for entry in scheduled]
+        return [entry.request for entry in scheduled]
 
     def _release_finished(self, scheduled: list[Scheduled]) -> None:
         for entry in scheduled:

@@ -3,14 +3,14 @@
 import os
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
 from dcpjax.config import EngineConfig
-from dcpjax.engine import Engine, NewToken
+from dcpjax.engine import Engine
 from dcpjax.model_files import ModelFiles, open_model
 from dcpjax.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
 from dcpjax.progress import bar
@@ -125,8 +125,6 @@ class LLM:
         """`chat`, as a stream."""
         return self._run(self._chat_jobs(messages, sampling_params, tools, True, False))
 
-    # --- from prompts to jobs
-
     def _jobs(self, prompts: Any, sampling_params: Any) -> list["_Job"]:
         listed = _listed_prompts(prompts)
         return [
@@ -141,7 +139,7 @@ class LLM:
     ) -> list["_Job"]:
         if self.tokenizer is None:
             raise ValueError("chat must have a tokenizer, but the model has none; use generate with token ids")
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        conversations = _listed_conversations(messages)
         jobs = []
         for index, (conversation, params) in enumerate(
             zip(conversations, self._params(sampling_params, len(conversations)), strict=True)
@@ -161,6 +159,8 @@ class LLM:
     def _params(self, given: Any, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or self.get_default_sampling_params()] * count
+        if not isinstance(given, Sequence) or not all(isinstance(one, SamplingParams) for one in given):
+            raise ValueError(f"sampling_params must be SamplingParams or a list of them, but is {given!r}")
         if len(given) != count:
             raise ValueError(f"sampling_params must be one or as many as the {count} prompts, but are {len(given)}")
         return list(given)
@@ -170,18 +170,23 @@ class LLM:
         try:
             text, ids = self._encode(prompt)
             self._check_length(ids)
+            for token in params.stop_tokens:
+                _token_id(token, self.runner.config.vocab_size, "stop_token_ids")
         except ValueError as error:
             return _Job(index, prompt if isinstance(prompt, str) else None, [], params, str(error))
         return _Job(index, text, ids, params)
 
     def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            known = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
+            if not known:
+                raise ValueError(f"a prompt must have the key 'prompt' or 'prompt_token_ids', but has {list(prompt)}")
+            prompt = prompt[known[0]]
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, but the model has none; give token ids")
             return prompt, self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
+        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes) or np.ndim(prompt) != 1:
             raise ValueError(f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}")
         return None, [_token_id(token, self.runner.config.vocab_size) for token in prompt]
 
@@ -194,17 +199,15 @@ class LLM:
                 f"leaves one to generate), but holds {len(ids)}"
             )
 
-    # --- running jobs
-
     def _collect(self, jobs: list["_Job"], use_tqdm: bool) -> list[RequestOutput]:
         shown = use_tqdm and self.progress
         with bar(description="generating", total=len(jobs), shown=shown) as meter:
             tokens, started = 0, time.monotonic()
             for event in self._run(jobs):
                 tokens += len(event.token_ids)
-                if event.finish_reason and jobs[event.prompt_index].output.finished:
+                if event.finish_reason:
                     meter.set_postfix_str(f"{tokens / (time.monotonic() - started):.1f} tokens/s", refresh=False)
-                    meter.update()
+                    meter.update(sum(job.output.finished for job in jobs) - meter.n)
         return [job.output for job in jobs]
 
     def _run(self, jobs: list["_Job"]) -> Generator[StreamEvent]:
@@ -222,16 +225,15 @@ class LLM:
             self._abandon(jobs)
 
     def _advance(self) -> None:
-        for news in self.engine.step():
-            completion = self._active.get(news.request.number)
-            if completion is not None:
-                self._deliver(completion, news)
+        for request in self.engine.step():
+            if request.number in self._active:
+                self._deliver(self._active[request.number])
 
-    def _deliver(self, completion: "_Completion", news: NewToken) -> None:
-        if completion.append(news):
-            self.engine.end(news.request)
+    def _deliver(self, completion: "_Completion") -> None:
+        if completion.take_tokens():
+            self.engine.end(completion.request)
         if completion.output.finish_reason:
-            del self._active[news.request.number]
+            del self._active[completion.request.number]
 
     def _start(self, job: "_Job") -> None:
         if job.error is not None:
@@ -255,6 +257,8 @@ class LLM:
             completion.abort()
         if left:
             self.engine.recover()
+            for completion in list(self._active.values()):  # what an interrupted step did for others
+                self._deliver(completion)
 
     def _request(self, job: "_Job", index: int) -> Request:
         number, self._added = self._added, self._added + 1
@@ -319,19 +323,21 @@ class _Completion:
         self.job, self.request, self.stream = job, request, stream
         self.output = CompletionOutput(index, "", [])
 
-    def append(self, news: NewToken) -> bool:
-        """Take a new token. True if its text completed a stop string, so that the engine must end the request."""
-        text = ""
-        if news.token is not None:
-            self.output.token_ids.append(news.token)
-            text = "" if self._is_hidden_stop(news) else self.stream.append(news.token)
+    def take_tokens(self) -> bool:
+        """Take the tokens not seen yet. True if their text completed a stop string: the engine must end the request."""
+        new = self.request.output_token_ids[len(self.output.token_ids) :]
         ended = self.request.finish_reason is not None
+        if not new and not ended:
+            return False
+        self.output.token_ids.extend(new)
+        shown = new[:-1] if self._hides_last_token() else new
+        text = "".join(self.stream.append(token) for token in shown)
         if ended:
             text += self.stream.finish()
         stopped_by_text = self.stream.stopped and self.request.finish_reason != "error"
         if stopped_by_text:
             self.request.finish("stop", self.stream.stop_reason)
-        self._note(text, [] if news.token is None else [news.token])
+        self._note(text, new)
         return stopped_by_text and not ended
 
     def fail(self, message: str) -> None:
@@ -341,7 +347,7 @@ class _Completion:
     def abort(self) -> None:
         self._note(self.stream.finish(), [])
 
-    def _is_hidden_stop(self, news: NewToken) -> bool:
+    def _hides_last_token(self) -> bool:
         """A token that ended the request shows in the text only if the user asked for it."""
         by_token = self.request.finish_reason == "stop"
         return by_token and not self.request.params.include_stop_str_in_output
@@ -367,35 +373,50 @@ class _Completion:
         )
 
 
-def generate(model: str | os.PathLike[str], prompts: Prompt | Sequence[Prompt], **options: Any) -> list[RequestOutput]:
+def generate(
+    model: str | os.PathLike[str], prompts: Prompt | Sequence[Prompt], *, progress: bool = True, **options: Any
+) -> list[RequestOutput]:
     """Load a model, complete the prompts and return one result each.
 
-    `options` are those of `EngineConfig` and of `SamplingParams`; an unknown one is refused by name.
+    `options` are those of `EngineConfig` and of `SamplingParams` (`seed` is both); an unknown one is refused by
+    name. What is not given is the checkpoint's own.
     """
     engine_names = [field.name for field in fields(EngineConfig)]
     sampling_names = [field.name for field in fields(SamplingParams)]
     check_option_names(options, [*engine_names, *sampling_names])
-    sampling = {name: value for name, value in options.items() if name in sampling_names and name not in engine_names}
-    params = SamplingParams(**sampling, seed=options.get("seed")) if sampling or "seed" in options else None
-    llm = LLM(model, **{name: value for name, value in options.items() if name in engine_names})
-    return llm.generate(prompts, params)
+    sampling = {name: value for name, value in options.items() if name in sampling_names}
+    SamplingParams(**sampling)  # refuses what is wrong before the model is loaded
+    llm = LLM(model, progress=progress, **{name: value for name, value in options.items() if name in engine_names})
+    return llm.generate(prompts, replace(llm.get_default_sampling_params(), **sampling))
 
 
 def _listed_prompts(prompts: Any) -> list[Any]:
     """One prompt or several -> several. A flat list of integers is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a prompt or a list of prompts, but are {type(prompts).__name__}")
     listed = list(prompts)
     if listed and all(isinstance(entry, int | np.integer) for entry in listed):
         return [listed]
     return listed
 
 
-def _token_id(token: Any, vocab_size: int) -> int:
+def _listed_conversations(messages: Any) -> list[Any]:
+    """One conversation or several -> several. A flat list of messages is one conversation."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise ValueError(
+            "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists, but is "
+            f"{type(messages).__name__}"
+        )
+    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+
+
+def _token_id(token: Any, vocab_size: int, what: str = "token ids") -> int:
     if not isinstance(token, int | np.integer) or isinstance(token, bool):
-        raise ValueError(f"token ids must be integers, but one is {token!r}")
+        raise ValueError(f"{what} must be integers, but one is {token!r}")
     if not 0 <= token < vocab_size:
-        raise ValueError(f"token ids must be in [0, {vocab_size - 1}], but one is {token}")
+        raise ValueError(f"{what} must be in [0, {vocab_size - 1}], but one is {token}")
     return int(token)
 
 

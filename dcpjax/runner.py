@@ -57,8 +57,8 @@ class Runner:
         self.runtime = _runtime(layout, engine)
         self.platform = self.place.mesh.devices.flat[0].platform
         self.dtype = resolve_dtype(engine.dtype, self.config)
+        self.sizes = self._sizes(engine)  # refuses what cannot be before any weight is read
         self.weights = self._weights(files, engine)
-        self.sizes = self._sizes(engine)
         self.cache = self._empty_cache()
         self.shapes = Shapes(
             max_rows=self.sizes.max_num_seqs,
@@ -66,6 +66,7 @@ class Runner:
             table_width=self._table_width(),
         )
         self._step = compile_on_demand(run_step, self.config, self.runtime, self.cache)
+        self._cut_short = False
         self._seen_shapes: set[tuple[tuple[int, ...], ...]] = set()
         self.compile_seconds = 0.0
 
@@ -81,12 +82,13 @@ class Runner:
         """Run one step: next token int32 [R] and whether its logits were finite bool [R], in the order of `step`."""
         batch = build(step, self.shapes, self.geometry)
         shape = tuple(leaf.shape for leaf in jax.tree.leaves(batch))
-        if shape in self._seen_shapes:
-            output = self._call(batch)
-        else:
-            output = self._first_call(batch)
-            self._seen_shapes.add(shape)
-        return jax.device_get((output.tokens, output.finite))
+        call = self._call if shape in self._seen_shapes else self._first_call
+        self._cut_short = True  # until the results are here: a step fails when it is awaited, not when it is called
+        output = call(batch)
+        results = jax.device_get((output.tokens, output.finite))
+        self._cut_short = False
+        self._seen_shapes.add(shape)
+        return results
 
     def _call(self, batch: Batch) -> StepOutput:
         output, self.cache = self._step(self.weights, self.cache, batch)
@@ -100,8 +102,8 @@ class Runner:
         return output
 
     def restore_cache(self) -> bool:
-        """Make an empty cache if a failed step has used up the donated one; True if it had to."""
-        lost = any(array.is_deleted() for array in jax.tree.leaves(self.cache))
+        """Make an empty cache if a step was cut short, which donated the old one; True if it had to."""
+        lost, self._cut_short = self._cut_short, False
         if lost:
             self.cache = self._empty_cache()
         return lost
@@ -153,7 +155,9 @@ class Runner:
         stats = device.memory_stats() if self.platform != "cpu" else None
         if not stats:
             return CPU_CACHE_BYTES // self.layout.devices
-        return int(stats["bytes_limit"] * engine.gpu_memory_utilization) - stats["bytes_in_use"]
+        specs = jax.tree.leaves(decoder.weight_specs(self.config, self.layout, self.dtype), is_leaf=is_spec)
+        weights = sum(spec.bytes_per_device(self.place) for spec in specs)
+        return int(stats["bytes_limit"] * engine.gpu_memory_utilization) - stats["bytes_in_use"] - weights
 
     def _table_width(self) -> int:
         """W: blocks of the longest request, rounded up to whole chunks."""
@@ -176,8 +180,9 @@ def overridden(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
     merged = dict(config)
     for key, value in changes.items():
         old = merged.get(key)
-        both = isinstance(value, Mapping) and isinstance(old, Mapping)
-        merged[key] = overridden(old, value) if both else value
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            value = overridden(old, value)
+        merged[key] = value
     return merged
 
 

@@ -2,11 +2,13 @@
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 MAX_SEED = 2**63 - 1
+MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +50,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        self._make_plain()
         _number("temperature", self.temperature, 0.0, math.inf)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, but is {getattr(self, name)!r}")
         _integer("n", self.n, 1)
         _integer("top_k", self.top_k, -1)
         _integer("min_tokens", self.min_tokens, 0)
@@ -65,6 +71,15 @@ class SamplingParams:
             _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         object.__setattr__(self, "stop", _strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+
+    def _make_plain(self) -> None:
+        """Numbers of NumPy and the like become Python's own."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Integral) and not isinstance(value, bool):
+                object.__setattr__(self, field.name, int(value))
+            elif isinstance(value, Real) and not isinstance(value, bool):
+                object.__setattr__(self, field.name, float(value))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -109,6 +124,8 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
 
 
 def _strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    if not isinstance(stop, str | Sequence | None):
+        raise ValueError(f"stop must be a string or a list of strings, but is {stop!r}")
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for entry in stops:
         if not isinstance(entry, str) or not entry:
@@ -117,7 +134,9 @@ def _strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _token_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
-    checked = tuple(ids or ())
+    if ids is not None and (isinstance(ids, str | bytes) or not isinstance(ids, Iterable)):
+        raise ValueError(f"stop_token_ids must be a list of token ids, but is {ids!r}")
+    checked = tuple(int(token) if isinstance(token, Integral) else token for token in (() if ids is None else ids))
     for token in checked:
-        _integer("stop_token_ids", token, 0)
+        _integer("stop_token_ids", token, 0, MAX_TOKEN_ID)
     return checked

@@ -22,6 +22,7 @@ class TextStream:
         self._detokenizer, self._params = detokenizer, params
         self._pending = ""
         self._tokens = 0
+        self._too_early = 0  # characters of `_pending` that came before `min_tokens`: no stop may end in them
         self._parts: list[str] = []
         self.stop_reason: str | None = None
 
@@ -41,7 +42,9 @@ class TextStream:
             return ""
         self._pending += self._detokenizer.append(token_id)
         if self._tokens < self._params.min_tokens:
-            return self._give(len(self._pending))
+            given = self._give(len(self._pending) - held_back(self._pending, self._params.stop_strings))
+            self._too_early = len(self._pending)
+            return given
         return self._search()
 
     def finish(self) -> str:
@@ -56,7 +59,7 @@ class TextStream:
 
     def _search(self) -> str:
         """Give out text up to a stop string, or up to what may become one."""
-        stop = first_stop(self._pending, self._params.stop_strings)
+        stop = first_stop(self._pending, self._params.stop_strings, self._too_early)
         if stop is None:
             return self._give(len(self._pending) - held_back(self._pending, self._params.stop_strings))
         start, self.stop_reason = stop
@@ -67,13 +70,18 @@ class TextStream:
 
     def _give(self, count: int) -> str:
         given, self._pending = self._pending[:count], self._pending[count:]
+        self._too_early = max(0, self._too_early - count)
         self._parts.append(given)
         return given
 
 
-def first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """(start, stop) of the stop string that is complete first; of several, the longest. None if there is none."""
-    found = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
+def first_stop(text: str, stops: tuple[str, ...], after: int = 0) -> tuple[int, str] | None:
+    """(start, stop) of the stop string that is complete first; of several, the longest. None if there is none.
+
+    One that ends within the first `after` characters does not count.
+    """
+    starts = ((text.find(stop, max(0, after - len(stop) + 1)), stop) for stop in stops)
+    found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
     return min(found)[1:] if found else None
 
 

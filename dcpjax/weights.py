@@ -74,5 +74,5 @@ def _lengths(index: tuple[slice, ...]) -> tuple[int, ...]:
 def dummy_weights(specs: Any, place: Placement, seed: int) -> Any:
     """Random arrays of tree `specs`, the same for every layout."""
     leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec)
-    seeds = np.random.SeedSequence(seed).generate_state(len(leaves))
+    seeds = np.random.SeedSequence(seed % 2**64).generate_state(len(leaves))
     return structure.unflatten([arrays.dummy(spec, place, int(own)) for spec, own in zip(leaves, seeds, strict=True)])

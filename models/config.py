@@ -188,8 +188,10 @@ def _moe(config: Json, family: str) -> MoEConfig | None:
 
 
 def _check_routing(moe: MoEConfig) -> None:
-    if moe.experts % moe.groups:
-        raise ValueError(f"config.json: n_group must divide the {moe.experts} experts, but is {moe.groups}")
+    if moe.experts % moe.groups or (moe.groups > 1 and moe.experts < 2 * moe.groups):
+        raise ValueError(
+            f"config.json: n_group must cut the {moe.experts} experts into groups of at least two, but is {moe.groups}"
+        )
     reachable = moe.experts // moe.groups * moe.groups_per_token
     if moe.experts_per_token > reachable:
         raise ValueError(
@@ -231,6 +233,9 @@ def _refuse_unsupported(config: Json) -> None:
         value = config.get(key)
         if value is not None and value not in allowed:
             raise ValueError(f"config.json: {key} must be {allowed[0]!r} here, but is {value!r}")
+    for key in ("quantization_config", "rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(key), Mapping | None):
+            raise ValueError(f"config.json: {key} must be an object, but is {config[key]!r}")
     quantised = config.get("quantization_config")
     if quantised is not None and quantised.get("quant_method") != "fp8":
         raise ValueError(

@@ -11,7 +11,7 @@ from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import LayerCache
 from dcpjax.models.layers import Rotary, dot, rms_norm, rotate
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
-from dcpjax.sharding.merge import gather_features
+from dcpjax.sharding.merge import gather_over_dcp
 from dcpjax.sharding.mesh import Layout
 
 
@@ -151,7 +151,7 @@ def _run_on_device(
     runtime: Runtime,
 ) -> tuple[jax.Array, LayerCache]:
     with jax.named_scope("gather_query"):
-        q = q if runtime.dcp_replicate_q else gather_features(q)
+        q = q if runtime.dcp_replicate_q else gather_over_dcp(q)
     features, used = q.shape[1], config.num_heads // runtime.place.tp * config.head_dim
     with jax.named_scope("rope"):
         q = rotate(_heads(q[:, :used], norms[0], config), angles) * config.head_dim**-0.5

@@ -18,7 +18,7 @@ from dcpjax.models.kv_cache import LatentCache
 from dcpjax.models.layers import Rotary, dot, head_dot, rms_norm, rotate, split_pairs
 from dcpjax.models.names import HeadRows
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
-from dcpjax.sharding.merge import gather_heads
+from dcpjax.sharding.merge import gather_over_dcp
 from dcpjax.sharding.mesh import Layout
 
 
@@ -144,7 +144,7 @@ def _run_on_device(
         q_rope = rotate(split_pairs(q_rope), angles)
         q = jnp.concatenate([head_dot(q_nope, w_uk), q_rope], axis=-1) * softmax_scale(config)
     with jax.named_scope("gather_query"):
-        q = q if runtime.dcp_replicate_q else gather_heads(q)
+        q = q if runtime.dcp_replicate_q else gather_over_dcp(q)
     features = q.shape[1] * mla.latent_rank
     merged, cache = attend_on_device(q, (latent,), cache, work, features, runtime, value_dim=mla.latent_rank)
     with jax.named_scope("up_projection"):

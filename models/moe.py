@@ -143,7 +143,8 @@ def routed(
         first = starts[expert] + (index - (ends[expert] - tiles[expert])) * tile
         pairs = jax.lax.dynamic_slice_in_dim(padded, first, tile)
         chosen = jnp.take(x, pairs // k, axis=0)
-        result = dot(swiglu(chosen, gate[expert], up[expert]), down[expert])
+        own_gate, own_up, own_down = (_matrix(stack, expert) for stack in (gate, up, down))
+        result = dot(swiglu(chosen, own_gate, own_up), own_down)
         return jax.lax.dynamic_update_slice_in_dim(results, result, first, 0)  # overhang is overwritten or unused
 
     results = jax.lax.fori_loop(0, ends[-1], visit, jnp.zeros((tokens * k + tile, x.shape[1]), jnp.float32))
@@ -155,6 +156,19 @@ def routed(
         return total + jnp.where(here[:, choice, None], jnp.take(results, mine, axis=0) * share[:, None], 0.0)
 
     return jax.lax.fori_loop(0, k, add, jnp.zeros(x.shape, jnp.float32))
+
+
+def _matrix(stack: jax.Array, expert: jax.Array) -> jax.Array:
+    """One expert's matrix of a stack [E, O, I].
+
+    XLA's CPU backend would widen a whole bfloat16 stack once before the loop: so it is read through its bits, and
+    the barrier ties it to the turn of the loop.
+    """
+    if stack.dtype != jnp.bfloat16:
+        return stack[expert]
+    stack, expert = jax.lax.optimization_barrier((stack, expert))
+    bits = jax.lax.bitcast_convert_type(stack, jnp.uint16)
+    return jax.lax.bitcast_convert_type(bits[expert], jnp.bfloat16)
 
 
 def _config(config: ModelConfig) -> MoEConfig:

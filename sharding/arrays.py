@@ -6,7 +6,7 @@ Knows nothing about models or files.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, Literal
 
 import jax
@@ -136,14 +136,51 @@ def load(spec: ArraySpec, place: Placement, read: Read) -> jax.Array:
 
 
 def dummy(spec: ArraySpec, place: Placement, seed: int) -> jax.Array:
-    """Random weights of a plausible size, the same for every layout: entries depend on `seed` and position."""
-    generator = np.random.default_rng(seed)
+    """Random weights of a plausible size, the same for every layout: entries depend on `seed` and position.
+
+    Made where they belong: no device and no host ever holds more than its own slice.
+    """
+    return _generator(spec, spec.sharding(place))(np.uint32(seed))
+
+
+@lru_cache(maxsize=256)
+def _generator(spec: ArraySpec, sharding: jax.sharding.NamedSharding) -> Callable[[np.uint32], jax.Array]:
+    """One program for all arrays that are declared alike."""
+    return jax.jit(partial(_entries, spec), out_shardings=sharding)
+
+
+def _entries(spec: ArraySpec, seed: jax.Array) -> jax.Array:
+    """Every entry on the mesh from its position in the checkpoint; padding is zero."""
     if spec.init == "normal":
-        scale = 1.0 / np.sqrt(spec.checkpoint_shape[-1])
-        values = scale * generator.standard_normal(spec.checkpoint_shape, dtype=np.float32)
+        bits = seed[(None,) * len(spec.axes)]
+        for dim, axis in enumerate(spec.axes):
+            bits = _mix(bits ^ _along(dim, axis.source.astype(np.uint32), spec))
+        values = _bell(bits) * np.float32(1.0 / np.sqrt(spec.checkpoint_shape[-1]))
     else:
-        values = np.full(spec.checkpoint_shape, 1.0 if spec.init == "ones" else 0.0, np.float32)
-    return load(spec, place, lambda index: values[index])
+        values = jnp.full((1,) * len(spec.axes), 1.0 if spec.init == "ones" else 0.0, jnp.float32)
+    for dim, axis in enumerate(spec.axes):
+        if (axis.source < 0).any():
+            values = jnp.where(_along(dim, axis.source >= 0, spec), values, 0.0)
+    return jnp.broadcast_to(values, spec.shape).astype(spec.dtype)
+
+
+def _along(dim: int, entries: np.ndarray, spec: ArraySpec) -> jax.Array:
+    """A vector laid along one dimension, ready to be combined with any other."""
+    return jnp.asarray(entries).reshape([-1 if other == dim else 1 for other in range(len(spec.axes))])
+
+
+def _mix(bits: jax.Array) -> jax.Array:
+    """A hash of 32 bits in which every bit of the input changes half of the output (MurmurHash3's finaliser)."""
+    bits = (bits ^ (bits >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return bits ^ (bits >> np.uint32(16))
+
+
+def _bell(bits: jax.Array) -> jax.Array:
+    """32 random bits -> float32 of mean 0 and deviation 1: the sum of four bytes, nearly normal."""
+    total = sum((bits >> np.uint32(shift)) & np.uint32(255) for shift in (0, 8, 16, 24))
+    deviation = np.sqrt(4 * (256**2 - 1) / 12)
+    return (jnp.asarray(total, jnp.float32) - np.float32(510)) * np.float32(1 / deviation)
 
 
 def _read_padded(spec: ArraySpec, index: Index, read: Read) -> np.ndarray:

@@ -43,17 +43,12 @@ def rank() -> jax.Array:
     return jax.lax.axis_index(DCP)
 
 
-def gather_features(x: jax.Array) -> jax.Array:
-    """[N, F / dcp] per device -> [N, F] on every rank of a dcp group."""
+def gather_over_dcp(x: jax.Array) -> jax.Array:
+    """Features or heads of a dcp group: [N, F / dcp, ...] per device -> [N, F, ...] on every rank."""
     return jax.lax.all_gather(x, DCP, axis=1, tiled=True) if jax.lax.axis_size(DCP) > 1 else x
 
 
-def gather_heads(q: jax.Array) -> jax.Array:
-    """[N, H / dcp, D] per device -> [N, H, D] on every rank of a dcp group."""
-    return jax.lax.all_gather(q, DCP, axis=1, tiled=True) if jax.lax.axis_size(DCP) > 1 else q
-
-
-# --- across dcp: [N, H, D] per device in, [N, F / dcp] per device out, F the padded features of H * D
+# Across dcp: [N, H, D] per device in, [N, F / dcp] per device out, F the padded features of H * D
 
 
 def merge_ag_rs(part: Partial, features: int) -> jax.Array:

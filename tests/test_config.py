@@ -233,11 +233,14 @@ UNSUPPORTED = [
     ({"use_sliding_window": True}, "use_sliding_window must be False here, but is True"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0 here, but is 0.5"),
     ({"pretraining_tp": 2}, "pretraining_tp must be 1 here, but is 2"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config is not supported; use the unquantised checkpoint"),
+    (
+        {"quantization_config": {"quant_method": "gptq"}},
+        "except block-scaled fp8, but has quant_method 'gptq'; use the unquantised checkpoint",
+    ),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "but hold ['sliding_attention']"),
     (
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        "rope_type must be default, linear, llama3 or yarn, but is 'yarn'",
+        {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+        "rope_type must be default, linear, llama3 or yarn, but is 'longrope'",
     ),
     ({"hidden_size": 0}, "hidden_size must be a positive integer, but is 0"),
     ({"num_hidden_layers": 2.0}, "num_hidden_layers must be a positive integer, but is 2.0"),

@@ -91,7 +91,9 @@ def test_one_string_or_one_list_of_ids_is_one_prompt(llm: LLM) -> None:
         ([1.5], "token ids must be integers, but one is 1.5"),
         (7, "a prompt must be a string or a list of token ids, but is int"),
         (None, "a prompt must be a string or a list of token ids, but is NoneType"),
-        ({"text": "x"}, "a prompt must be a string or a list of token ids, but is NoneType"),
+        ({"text": "x"}, "a prompt must have the key 'prompt' or 'prompt_token_ids', but has ['text']"),
+        (b"abc", "a prompt must be a string or a list of token ids, but is bytes"),
+        (np.array(5), "a prompt must be a string or a list of token ids, but is ndarray"),
         ([5] * 512, "a prompt must hold at most 511 tokens (max_model_len=512 leaves one to generate), but holds 512"),
     ],
 )
@@ -305,6 +307,54 @@ def test_a_bad_conversation_is_an_error_of_its_own(llm: LLM) -> None:
     good, bad = llm.chat([[{"role": "user", "content": "x"}], [{"role": "king", "content": "x"}]], GREEDY)
     assert good.error is None
     assert "must be one of system" in (bad.error or "")
+
+
+def test_options_of_one_request_do_not_fail_its_neighbours(llm: LLM) -> None:
+    wrong = SamplingParams(temperature=0, stop_token_ids=[101], min_tokens=2)
+    bad, good = llm.generate(["abc", "xyz"], [wrong, GREEDY])
+    assert bad.error == "stop_token_ids must be in [0, 100], but one is 101"
+    assert tokens([good]) == tokens(llm.generate("xyz", GREEDY))
+
+
+@pytest.mark.parametrize("messages", ["What is it?", {"role": "user", "content": "x"}, None, 5])
+def test_messages_that_are_no_list_are_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(ValueError, match="messages must be a list of"):
+        llm.chat(messages)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"hi"])
+def test_prompts_that_are_no_list_are_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(ValueError, match="prompts must be a prompt or a list of prompts"):
+        llm.generate(prompts)
+
+
+@pytest.mark.parametrize("params", [5, {"max_tokens": 4}, [None], [5]])
+def test_parameters_of_another_type_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(ValueError, match="sampling_params must be SamplingParams or a list of them"):
+        llm.generate(["abc"], params)
+
+
+@pytest.mark.parametrize("moment", ["_collect", "_release_finished"])
+def test_an_interrupt_after_a_step_costs_other_streams_nothing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    expected = tokens(llm.generate("abc", params))[0]
+    stream = llm.stream("abc", params)
+    seen = [token for _ in range(2) for token in next(stream).token_ids]
+    original = getattr(llm.engine, moment)
+
+    def interrupted(*given: Any) -> Any:
+        if moment == "_collect":
+            original(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.engine, moment, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("xyz", params)
+    seen += [token for event in stream for token in event.token_ids]
+    assert seen == expected
 
 
 def test_parameters_must_be_one_or_as_many_as_the_prompts(llm: LLM) -> None:

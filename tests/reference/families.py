@@ -295,3 +295,34 @@ FAMILIES = {
         seed=6,
     ),
 }
+
+# Latents as wide as the published ones. Its weights are too large to commit: made and compared on the spot.
+# With the wide initialiser the scores grow so large that transformers itself is 2e-4 away from its float64 result.
+WIDE = Family(
+    model=DeepseekV3ForCausalLM,
+    config=DeepseekV3Config(
+        **{**SHARED, "initializer_range": 0.1},
+        vocab_size=101,
+        hidden_size=64,
+        intermediate_size=52,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=96,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=20,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        num_mtp_layers=0,
+        rope_parameters=yarn(factor=8.0, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    seed=0,
+)
