@@ -2,17 +2,17 @@
 
 import os
 import time
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
+from dcpjax.completion import Completion, Job
 from dcpjax.config import EngineConfig
 from dcpjax.engine import Engine
 from dcpjax.model_files import ModelFiles, open_model
-from dcpjax.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
+from dcpjax.outputs import RequestMetrics, RequestOutput, StreamEvent
 from dcpjax.progress import bar
 from dcpjax.request import Request
 from dcpjax.runner import Runner
@@ -51,7 +51,7 @@ class LLM:
         )
         self._eos_token_ids = _eos_token_ids(self.files, self.tokenizer)
         self._added = 0
-        self._active: dict[int, _Completion] = {}
+        self._active: dict[int, Completion] = {}
 
     def __repr__(self) -> str:
         layout, sizes = self.runner.layout, self.runner.sizes
@@ -125,7 +125,7 @@ class LLM:
         """`chat`, as a stream."""
         return self._run(self._chat_jobs(messages, sampling_params, tools, True, False))
 
-    def _jobs(self, prompts: Any, sampling_params: Any) -> list["_Job"]:
+    def _jobs(self, prompts: Any, sampling_params: Any) -> list[Job]:
         listed = _listed_prompts(prompts)
         return [
             self._job(index, prompt, params)
@@ -136,7 +136,7 @@ class LLM:
 
     def _chat_jobs(
         self, messages: Any, sampling_params: Any, tools: Any, generation_prompt: bool, continue_final: bool
-    ) -> list["_Job"]:
+    ) -> list[Job]:
         if self.tokenizer is None:
             raise ValueError("chat must have a tokenizer, but the model has none; use generate with token ids")
         conversations = _listed_conversations(messages)
@@ -153,7 +153,7 @@ class LLM:
                 )
                 jobs.append(self._job(index, {"prompt_token_ids": ids}, params))
             except ValueError as error:
-                jobs.append(_Job(index, None, [], params, str(error)))
+                jobs.append(Job(index, None, [], params, str(error)))
         return jobs
 
     def _params(self, given: Any, count: int) -> list[SamplingParams]:
@@ -165,7 +165,7 @@ class LLM:
             raise ValueError(f"sampling_params must be one or as many as the {count} prompts, but are {len(given)}")
         return list(given)
 
-    def _job(self, index: int, prompt: Any, params: SamplingParams) -> "_Job":
+    def _job(self, index: int, prompt: Any, params: SamplingParams) -> Job:
         """Tokenise and check one prompt; what is wrong with it becomes the job's error."""
         try:
             text, ids = self._encode(prompt)
@@ -173,8 +173,8 @@ class LLM:
             for token in params.stop_tokens:
                 _token_id(token, self.runner.config.vocab_size, "stop_token_ids")
         except ValueError as error:
-            return _Job(index, prompt if isinstance(prompt, str) else None, [], params, str(error))
-        return _Job(index, text, ids, params)
+            return Job(index, prompt if isinstance(prompt, str) else None, [], params, str(error))
+        return Job(index, text, ids, params)
 
     def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -199,7 +199,7 @@ class LLM:
                 f"leaves one to generate), but holds {len(ids)}"
             )
 
-    def _collect(self, jobs: list["_Job"], use_tqdm: bool) -> list[RequestOutput]:
+    def _collect(self, jobs: list[Job], use_tqdm: bool) -> list[RequestOutput]:
         shown = use_tqdm and self.progress
         with bar(description="generating", total=len(jobs), shown=shown) as meter:
             tokens, started = 0, time.monotonic()
@@ -210,7 +210,7 @@ class LLM:
                     meter.update(sum(job.output.finished for job in jobs) - meter.n)
         return [job.output for job in jobs]
 
-    def _run(self, jobs: list["_Job"]) -> Generator[StreamEvent]:
+    def _run(self, jobs: list[Job]) -> Generator[StreamEvent]:
         """Drive the engine until these jobs are done; others' tokens go to their own queues."""
         try:
             for job in jobs:
@@ -229,13 +229,13 @@ class LLM:
             if request.number in self._active:
                 self._deliver(self._active[request.number])
 
-    def _deliver(self, completion: "_Completion") -> None:
+    def _deliver(self, completion: Completion) -> None:
         if completion.take_tokens():
             self.engine.end(completion.request)
         if completion.output.finish_reason:
             del self._active[completion.request.number]
 
-    def _start(self, job: "_Job") -> None:
+    def _start(self, job: Job) -> None:
         if job.error is not None:
             job.fail(job.error)
             return
@@ -248,7 +248,7 @@ class LLM:
             else:
                 self._active[completion.request.number] = completion
 
-    def _abandon(self, jobs: list["_Job"]) -> None:
+    def _abandon(self, jobs: list[Job]) -> None:
         """Free what unfinished jobs hold; after an interrupted step, see to the cache."""
         numbers = {completion.request.number for job in jobs for completion in job.completions}
         left = [self._active.pop(number) for number in numbers & self._active.keys()]
@@ -260,7 +260,7 @@ class LLM:
             for completion in list(self._active.values()):  # what an interrupted step did for others
                 self._deliver(completion)
 
-    def _request(self, job: "_Job", index: int) -> Request:
+    def _request(self, job: Job, index: int) -> Request:
         number, self._added = self._added, self._added + 1
         params, room = job.params, self.max_model_len - len(job.prompt_token_ids)
         ends = set(params.stop_tokens) | (set() if params.ignore_eos else self._eos_token_ids)
@@ -279,98 +279,6 @@ class LLM:
     def _stream(self, params: SamplingParams) -> TextStream:
         detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(params.skip_special_tokens)
         return TextStream(detokenizer, params)
-
-
-class _Job:
-    """One prompt of a call: its result, filled as its completions advance, and events not yet given out."""
-
-    def __init__(
-        self, index: int, prompt: str | None, ids: list[int], params: SamplingParams, error: str | None = None
-    ) -> None:
-        self.index, self.prompt_token_ids, self.params, self.error = index, ids, params, error
-        self.completions: list[_Completion] = []
-        self.events: deque[StreamEvent] = deque()
-        self.output = RequestOutput(str(index), prompt, ids, metrics=RequestMetrics(time.monotonic()))
-
-    def completion(self, index: int, request: Request, stream: TextStream) -> "_Completion":
-        made = _Completion(self, index, request, stream)
-        self.completions.append(made)
-        self.output.outputs.append(made.output)
-        return made
-
-    def fail(self, message: str) -> None:
-        """Give every completion the error, without running any."""
-        for index in range(self.params.n):
-            self.output.outputs.append(CompletionOutput(index, "", [], "error", error=message))
-            self.events.append(StreamEvent(self.index, index, "", [], "error", error=message))
-        self.output.finished = True
-
-    def note(self, event: StreamEvent) -> None:
-        self.events.append(event)
-        self.output.finished = len(self.output.outputs) == self.params.n and all(
-            output.finish_reason for output in self.output.outputs
-        )
-
-    def drain(self) -> Iterator[StreamEvent]:
-        while self.events:
-            yield self.events.popleft()
-
-
-class _Completion:
-    """One of a prompt's completions while it runs."""
-
-    def __init__(self, job: _Job, index: int, request: Request, stream: TextStream) -> None:
-        self.job, self.request, self.stream = job, request, stream
-        self.output = CompletionOutput(index, "", [])
-
-    def take_tokens(self) -> bool:
-        """Take the tokens not seen yet. True if their text completed a stop string: the engine must end the request."""
-        new = self.request.output_token_ids[len(self.output.token_ids) :]
-        ended = self.request.finish_reason is not None
-        if not new and not ended:
-            return False
-        self.output.token_ids.extend(new)
-        shown = new[:-1] if self._hides_last_token() else new
-        text = "".join(self.stream.append(token) for token in shown)
-        if ended:
-            text += self.stream.finish()
-        stopped_by_text = self.stream.stopped and self.request.finish_reason != "error"
-        if stopped_by_text:
-            self.request.finish("stop", self.stream.stop_reason)
-        self._note(text, new)
-        return stopped_by_text and not ended
-
-    def fail(self, message: str) -> None:
-        self.request.finish("error", error=message)
-        self._note("", [])
-
-    def abort(self) -> None:
-        self._note(self.stream.finish(), [])
-
-    def _hides_last_token(self) -> bool:
-        """A token that ended the request shows in the text only if the user asked for it."""
-        by_token = self.request.finish_reason == "stop"
-        return by_token and not self.request.params.include_stop_str_in_output
-
-    def _note(self, text: str, token_ids: list[int]) -> None:
-        request, output = self.request, self.output
-        output.text += text
-        output.finish_reason, output.stop_reason, output.error = (
-            request.finish_reason,
-            request.stop_reason,
-            request.error,
-        )
-        self.job.note(
-            StreamEvent(
-                self.job.index,
-                output.index,
-                text,
-                token_ids,
-                request.finish_reason,
-                request.stop_reason,
-                request.error,
-            )
-        )
 
 
 def generate(

@@ -62,9 +62,6 @@ class Runtime:
     attention_body: Literal["loop", "gather"] = "loop"
 
 
-# --- the contract, on one device
-
-
 def partial(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Partial:
     """Attention of queries over one set of keys, in float32, with the natural-log lse.
 
@@ -144,9 +141,6 @@ def finish(state: State) -> Partial:
 def _batched_dot(left: jax.Array, right: jax.Array) -> jax.Array:
     """[K, A, C] x [K, C, E] -> [K, A, E] in full float32; the batch dimension leads, as XLA's CPU backend needs."""
     return jax.lax.dot_general(left, right, (((2,), (1,)), ((0,), (0,))), precision=jax.lax.Precision.HIGHEST)
-
-
-# --- over the paged cache, inside shard_map
 
 
 def paged_partial(q: jax.Array, cache: Cache, work: Work, geometry: CacheGeometry, rank: jax.Array) -> Partial:
