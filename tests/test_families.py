@@ -9,6 +9,7 @@ from harness import golden, loaded
 DENSE = ["llama2", "llama3", "llama-linear", "llama-bias", "smollm2", "qwen2", "qwen3", "qwen3-tied"]
 EXPERTS = ["deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "qwen3-moe"]
 TOLERANCE = 2e-4
+SEVERAL_PROGRAMS = ("llama3", "deepseek-v3")  # these decode in a program of their own, the others in one for all
 
 
 @pytest.mark.parametrize("family", [*DENSE, *EXPERTS])
@@ -40,6 +41,7 @@ def test_families_on_a_mesh_equal_transformers(family: str, devices: int, dcp: i
 def assert_equal_to_transformers(family: str, **options: Any) -> None:
     expected = golden(family)
     prompts = [expected["prompt"], expected["short_prompt"], expected["long_prompt"]]
+    options["one_shape"] = family not in SEVERAL_PROGRAMS
     first, short, long = loaded(family, max_num_batched_tokens=64, **options).greedy(prompts, 24)
     np.testing.assert_allclose(first.prompt_logits, expected["logits"], rtol=0, atol=TOLERANCE)
     np.testing.assert_array_equal(first.tokens, expected["greedy"])
