@@ -57,6 +57,7 @@ class Runner:
         self.runtime = _runtime(layout, engine)
         self.platform = self.place.mesh.devices.flat[0].platform
         self.dtype = resolve_dtype(engine.dtype, self.config)
+        self.kv_dtype = self.dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
         self.sizes = self._sizes(engine)  # refuses what cannot be before any weight is read
         self.weights = self._weights(files, engine)
         self.cache = self._empty_cache()
@@ -124,7 +125,6 @@ class Runner:
         return decoder.cache_specs(self.config, self.layout, num_blocks, self.geometry.slots, dtype)
 
     def _sizes(self, engine: EngineConfig) -> Sizes:
-        self.kv_dtype = self.dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
         budget = engine.kv_cache_memory_bytes or self._default_cache_bytes(engine)
         num_blocks = count_blocks(budget, self.block_bytes_per_device(), self.geometry)
         capacity = num_blocks * self.geometry.block_size
