@@ -7,12 +7,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dcpjax.jsonl_run import run_batch
     from dcpjax.llm import LLM, generate
     from dcpjax.outputs import CompletionOutput, RequestOutput, StreamEvent
+    from dcpjax.planner import plan
     from dcpjax.sampling_params import SamplingParams
+    from dcpjax.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StreamEvent", "generate"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamEvent",
+    "StructuredOutputsParams",
+    "generate",
+    "plan",
+    "run_batch",
+]
 
 _HOME = {
     "LLM": "dcpjax.llm",
@@ -21,6 +34,9 @@ _HOME = {
     "RequestOutput": "dcpjax.outputs",
     "StreamEvent": "dcpjax.outputs",
     "SamplingParams": "dcpjax.sampling_params",
+    "StructuredOutputsParams": "dcpjax.structured_outputs",
+    "plan": "dcpjax.planner",
+    "run_batch": "dcpjax.jsonl_run",
 }
 
 

@@ -1,7 +1,7 @@
 """A step's requests as fixed-shape arrays: the only thing that crosses from the host's plans to the device.
 
 Tokens of all scheduled requests lie one after another, decodes first; shapes come from a few buckets so that each
-is compiled once. Padding is -1 and is dropped on the device.
+is compiled once. Padding is -1 and is dropped on the device; a token that only the device knows is `UNKNOWN`.
 
     tokens  | d0 | d1 | d2 | p0 p0 p0 p0 p0 | p1 p1 p1 | -1 -1 |      3 decodes, 2 prompt chunks, padding
     rows    |  0 |  1 |  2 |  3  3  3  3  3 |  4  4  4 | -1 -1 |
@@ -16,22 +16,23 @@ from flax import struct
 
 from dcpjax.models.attention import Tiles, Work
 from dcpjax.models.kv_cache import CacheGeometry
-from dcpjax.sampling import SamplingBatch
 from dcpjax.scheduler import Scheduled
 
 PREFILL_TILE = 64  # query tokens of a prompt that attend together
+SHORT_TILE = 8  # the same, where no chunk is longer than two of these: late in a long context, beside decodes
 
 
 @struct.dataclass
 class Batch:
     """One step's input. N tokens, R rows (requests)."""
 
-    # [N] int32, host: token ids, -1 for padding
+    # [N] int32, host: token ids, -1 for padding, -2 for the newest token of the row's seat
     tokens: jax.Array
     work: Work
-    # [R] int32, host: index into the N tokens of each request's last one
+    # [R or more] int32, host: index into the N tokens of each request's last one, then of prompt tokens to score
     last: jax.Array
-    sampling: SamplingBatch
+    # [R] int32, host: seat of each request, 0 for padding
+    seats: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) ->
     size = rows if decode_only else shapes.tokens(total)
     tokens, positions, row_of = (np.full(size, -1, np.int32) for _ in range(3))
     table = np.full((rows, shapes.table_width), -1, np.int32)
-    last = np.zeros(rows, np.int32)
+    last, seats = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
     first = 0
     for row, scheduled in enumerate(step):
         stop = scheduled.start + scheduled.count
@@ -79,11 +80,28 @@ def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) ->
         positions[first:end] = np.arange(scheduled.start, stop)
         row_of[first:end] = row
         table[row, : len(scheduled.block_table)] = scheduled.block_table
-        last[row] = end - 1
+        last[row], seats[row] = end - 1, scheduled.request.seat
         first = end
     work = Work(positions, row_of, table, _tiles(step, rows, size, decode_only, geometry))  # type: ignore[arg-type]
-    sampling = SamplingBatch.build([scheduled.request for scheduled in step], rows)
-    return Batch(tokens, work, last, sampling)  # type: ignore[arg-type]
+    scored = [index for _, index, _ in scored_tokens(step)]
+    return Batch(tokens, work, np.concatenate([last, _padded(scored, shapes)]), seats)  # type: ignore[arg-type]
+
+
+def scored_tokens(step: Sequence[Scheduled]) -> list[tuple[int, int, int]]:
+    """(row, index into the step's tokens, position) of the prompt tokens whose successor's likelihood is wanted."""
+    found, first = [], 0
+    for row, entry in enumerate(step):
+        if entry.request.scores_prompt:
+            stop = min(entry.start + entry.count, len(entry.request.prompt_token_ids) - 1)
+            found.extend((row, first + position - entry.start, position) for position in range(entry.start, stop))
+        first += entry.count
+    return found
+
+
+def _padded(indices: Sequence[int], shapes: Shapes) -> np.ndarray:
+    padded = np.zeros(_round_up(len(indices), 32, 4, shapes.max_tokens) if indices else 0, np.int32)
+    padded[: len(indices)] = indices
+    return padded
 
 
 def _tiles(
@@ -93,7 +111,8 @@ def _tiles(
     decodes = _tiles_of([entry.count == 1 for entry in step], step, 1)
     tiles = [_pack(decodes, 1, rows, geometry)]
     if not decode_only:
-        tile = min(PREFILL_TILE, size)
+        longest = max(entry.count for entry in step)
+        tile = SHORT_TILE if longest <= 2 * SHORT_TILE else min(PREFILL_TILE, size)
         prompts = _tiles_of([entry.count > 1 for entry in step], step, tile)
         tiles.append(_pack(prompts, tile, size // tile + rows, geometry))
     return tuple(tiles)

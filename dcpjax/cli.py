@@ -1,9 +1,10 @@
-"""The command line: `dcpjax generate`, `dcpjax chat`, `dcpjax env`.
+"""The command line: `dcpjax generate`, `dcpjax chat`, `dcpjax plan` and others.
 
 Finds the command, turns what went wrong into one sentence and an exit code; the commands are in `cli_*.py`.
 Help, versions and refused flags answer without importing jax.
 
-    0 done    1 a prompt failed    2 refused    130 interrupted    141 the reader of standard output went away
+    0 done    1 a prompt failed    2 refused    3 the output cannot be written
+    130 interrupted    141 the reader of standard output went away    143 terminated
 """
 
 import contextlib
@@ -16,7 +17,18 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import dcpjax
-from dcpjax import cli_chat, cli_env, cli_generate
+from dcpjax import (
+    cli_batch,
+    cli_bench,
+    cli_chat,
+    cli_completion,
+    cli_config,
+    cli_env,
+    cli_generate,
+    cli_inspect,
+    cli_plan,
+    cli_simulate,
+)
 from dcpjax.cli_flags import Flags, Parser, parse, spell
 
 
@@ -25,6 +37,7 @@ class Command(NamedTuple):
     summary: str
     add_flags: Callable[[Parser], None]
     run: Callable[[Flags], int]
+    words: str = ""  # what may stand beside flags, in the form of a metavar; empty: nothing that can be guessed
 
 
 COMMANDS = {
@@ -34,17 +47,58 @@ COMMANDS = {
         cli_generate.add_flags,
         cli_generate.run,
     ),
+    "batch": Command(
+        "dcpjax batch INPUT.jsonl -o OUTPUT.jsonl --model MODEL [FLAGS]",
+        "answer a file of requests, safe against whatever stops it",
+        cli_batch.add_flags,
+        cli_batch.run,
+        "FILE",
+    ),
     "chat": Command(
         "dcpjax chat --model MODEL [FLAGS]",
         "talk with a model, turn by turn",
         cli_chat.add_flags,
         cli_chat.run,
     ),
+    "plan": Command(
+        "dcpjax plan MODEL [FLAGS]",
+        "show what fits on which layout, without reading weights",
+        cli_plan.add_flags,
+        cli_plan.run,
+        "MODEL",
+    ),
+    "simulate": Command(
+        "dcpjax simulate TRACE MODEL [FLAGS]",
+        "replay a recorded trace on a machine that need not exist",
+        cli_simulate.add_flags,
+        cli_simulate.run,
+        "MODEL",
+    ),
+    "inspect": Command(
+        "dcpjax inspect MODEL [FLAGS]",
+        "show what is in a model, without loading its weights",
+        cli_inspect.add_flags,
+        cli_inspect.run,
+        "MODEL",
+    ),
+    "bench": Command(
+        "dcpjax bench --model MODEL [FLAGS]",
+        "measure a model on this machine, layout beside layout",
+        cli_bench.add_flags,
+        cli_bench.run,
+    ),
     "env": Command(
         "dcpjax env [FLAGS]",
         "show versions, devices and the cache folder, as a bug report needs them",
         cli_env.add_flags,
         cli_env.run,
+    ),
+    "completion": Command(
+        "dcpjax completion bash|zsh|fish",
+        "print a script that completes commands and flags in a shell",
+        lambda parser: None,
+        lambda flags: cli_completion.run(flags, parsers(), {name: command.words for name, command in COMMANDS.items()}),
+        "{bash,zsh,fish}",
     ),
 }
 
@@ -81,18 +135,34 @@ def _dispatch(arguments: list[str]) -> int:
         return 2
     if name not in COMMANDS:
         raise ValueError(_unknown_command(name))
-    command = COMMANDS[name]
-    parser = Parser(prog=f"dcpjax {name}", usage=command.usage, description=f"{command.summary}.".capitalize())
-    command.add_flags(parser)
+    parser = _parser(name)
     try:
         flags = parse(parser, arguments[1:])
     except SystemExit:  # argparse leaves after --help, and only then
         return 0
-    return command.run(flags)
+    settings = cli_config.read_settings(flags, name, parsers)
+    if flags.get("print_config"):
+        print(cli_config.to_yaml(parser, settings))
+        return 0
+    with settings.naming_file():
+        return COMMANDS[name].run(settings.flags)
+
+
+def parsers() -> dict[str, Parser]:
+    """One for each command."""
+    return {name: _parser(name) for name in COMMANDS}
+
+
+def _parser(name: str) -> Parser:
+    command = COMMANDS[name]
+    parser = Parser(prog=f"dcpjax {name}", usage=command.usage, description=f"{command.summary}.".capitalize())
+    command.add_flags(parser)
+    cli_config.add_flags(parser)
+    return parser
 
 
 def _help() -> str:
-    listed = "\n".join(f"  {name:<10}{command.summary}" for name, command in COMMANDS.items())
+    listed = "\n".join(f"  {name:<12}{command.summary}" for name, command in COMMANDS.items())
     return (
         f"usage: dcpjax COMMAND [FLAGS]\n\n{dcpjax.__doc__.splitlines()[0] if dcpjax.__doc__ else ''}\n\n"
         f"commands:\n{listed}\n\ndcpjax COMMAND --help lists a command's flags; dcpjax --version tells the "

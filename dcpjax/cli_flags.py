@@ -6,6 +6,7 @@ Knows argparse and dataclasses; knows nothing about models. Imports nothing heav
 import argparse
 import difflib
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
@@ -13,7 +14,10 @@ from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from dcpjax.config import EngineConfig
-from dcpjax.sampling_params import SamplingParams
+from dcpjax.plan_options import PlanOptions
+from dcpjax.sampling_params import SamplingParams, check_option_names
+from dcpjax.sim_options import SimOptions
+from dcpjax.structured_outputs import StructuredOutputsParams
 
 SHORT = {"tensor_parallel_size": "-tp", "decode_context_parallel_size": "-dcp"}  # vLLM's
 LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z][\w-]*(=|$)")
@@ -30,10 +34,22 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
         )
+        self.defaults: dict[str, Any] = {}  # of flags made from dataclasses, by name
+        self.described: dict[str, str] = {}  # defaults that are no single value, in words
 
     @property
     def flags(self) -> list[str]:
         return list(self._option_string_actions)
+
+    @property
+    def actions(self) -> list[argparse.Action]:
+        """One for each flag, in the order of the help, which is left out."""
+        return [action for action in self._actions if action.dest != "help"]
+
+    def default(self, name: str) -> Any:
+        """What a flag is worth when it is not given; None where only its help can tell."""
+        switches_on = {action.dest for action in self.actions if action.nargs == 0 and action.const is True}
+        return self.defaults.get(name, False if name in switches_on else None)
 
     def error(self, message: str) -> NoReturn:
         """argparse's "argument --x: must be ..." as "--x must be ..."."""
@@ -74,16 +90,19 @@ def add_options(
     leave_out: Iterable[str] = (),
     explain: Mapping[str, str] | None = None,
     defaults: Mapping[str, str] | None = None,
+    values: Mapping[str, Any] | None = None,
 ) -> None:
     """A flag for every field of a dataclass, with help from the `Args:` of its docstring.
 
-    `explain` and `defaults` replace a field's help and what it says of the default.
+    `explain` and `defaults` replace a field's help and what it says of the default, `values` the default itself.
     """
     helps = {**field_helps(kind), **(explain or {})}
+    parser.described.update(defaults or {})
     group = parser.add_argument_group(title)
     for field in fields(kind):
         if field.name not in leave_out:
-            default = (defaults or {}).get(field.name, str(field.default))
+            parser.defaults[field.name] = (values or {}).get(field.name, field.default)
+            default = parser.described.get(field.name, parser.defaults[field.name])
             names = [flag(field.name), *filter(None, [SHORT.get(field.name)])]
             shape = _shape(field)
             repeated = "; may be repeated" if shape.get("action") in ("append", "extend") else ""
@@ -105,7 +124,7 @@ def field_helps(kind: type) -> dict[str, str]:
 
 # What ValueErrors call an option -> what was typed. A name of one plain word is one only at the start of a
 # sentence or before "=": "n", "stop" and "seed" are English too.
-_NAMES = [field.name for kind in (EngineConfig, SamplingParams) for field in fields(kind)]
+_NAMES = [field.name for kind in (EngineConfig, SamplingParams, PlanOptions, SimOptions) for field in fields(kind)]
 _LONG = "|".join(name for name in _NAMES if "_" in name)
 _PLAIN = "|".join(["model", *(name for name in _NAMES if "_" not in name)])
 _SPELLED = re.compile(
@@ -141,6 +160,25 @@ def integers(text: str) -> list[int]:
     return [integer(part) for part in text.split(",")]
 
 
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a JSON object, but is {text!r}: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, but is {text!r}")
+    return value
+
+
+def structured_outputs(text: str) -> StructuredOutputsParams:
+    value = json_object(text)
+    try:
+        check_option_names(value, [field.name for field in fields(StructuredOutputsParams)])
+        return StructuredOutputsParams(**value)
+    except ValueError as error:  # argparse would replace its sentence
+        raise argparse.ArgumentTypeError(str(error).removeprefix("structured_outputs ")) from None
+
+
 def path_or_switch(text: str) -> str | bool:
     return {"true": True, "false": False}.get(text.lower(), text)
 
@@ -162,6 +200,10 @@ def _shape(field: Field[Any]) -> dict[str, Any]:
         return {"type": integers, "action": "extend", "metavar": "ID[,ID...]"}
     if Sequence[str] in kinds:
         return {"action": "append", "metavar": "TEXT"}
+    if StructuredOutputsParams in kinds:
+        return {"type": structured_outputs, "metavar": "JSON"}
+    if any(get_origin(one) is dict for one in kinds):
+        return {"type": json_object, "metavar": "JSON"}
     plain = next((one for one in (int, float) if one is kind or one in kinds), None)
     assert plain is not None, f"no flag can be made of {field.name}: {kind}"
     read = integer if plain is int else number

@@ -10,6 +10,7 @@ from dcpjax.sampling_params import check_option_names
 Dtype = Literal["auto", "float32", "bfloat16"]
 CommBackend = Literal["ag_rs", "a2a", "psum"]
 LoadFormat = Literal["auto", "dummy"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,14 @@ class EngineConfig:
         max_model_len: most tokens of prompt and completion together; None: what the model and the cache allow.
         max_num_seqs: most requests that run at once.
         max_num_batched_tokens: most tokens in one step; longer prompts run in several. None: 512 on CPU, else 2048.
+        max_mixed_prefill_tokens: most prompt tokens in a step that also decodes, counted as at the beginning of a
+            prompt (later ones attend to more and cost more), so that nobody waits long for the next token. None: 64
+            on CPU, else 512.
         block_size: tokens per cache block, counted over all ranks.
+        enable_prefix_caching: share the cache of equal beginnings of prompts.
+        scheduling_policy: "fcfs" serves in order of arrival; "priority" the lowest `priority` of `generate` first.
+        async_scheduling: choose the next step while the last one runs.
+        max_logprobs: most log-probabilities per token that a request may ask for; -1: the whole vocabulary.
         kv_cache_memory_bytes: cache size per device. None: on CPU 1 GiB divided by the devices, elsewhere
             what `gpu_memory_utilization` leaves beside the weights.
         gpu_memory_utilization: share of an accelerator's memory to use.
@@ -45,7 +53,12 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
+    max_mixed_prefill_tokens: int | None = None
     block_size: int = 256
+    enable_prefix_caching: bool = True
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    async_scheduling: bool = True
+    max_logprobs: int = 20
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: Dtype = "auto"
@@ -66,19 +79,24 @@ class EngineConfig:
             "cp_kv_cache_interleave_size",
         ):
             _positive(name, getattr(self, name))
-        for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+        for name in ("max_model_len", "max_num_batched_tokens", "max_mixed_prefill_tokens", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         _one_of("dtype", self.dtype, get_args(Dtype))
         _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(Dtype))
         _one_of("dcp_comm_backend", self.dcp_comm_backend, get_args(CommBackend))
         _one_of("load_format", self.load_format, get_args(LoadFormat))
+        _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         _integer("seed", self.seed)
+        _integer("max_logprobs", self.max_logprobs)
+        if self.max_logprobs < -1:
+            raise ValueError(f"max_logprobs must be at least -1, but is {self.max_logprobs}; use -1 or 20")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], but is {share!r}; use 0.9")
-        if not isinstance(self.dcp_replicate_q, bool):
-            raise ValueError(f"dcp_replicate_q must be True or False, but is {self.dcp_replicate_q!r}")
+        for name in ("dcp_replicate_q", "enable_prefix_caching", "async_scheduling"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, but is {getattr(self, name)!r}")
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
             raise ValueError(f"hf_overrides must be a dict of config.json's entries, but is {self.hf_overrides!r}")
         if not isinstance(self.compilation_cache, bool | str | os.PathLike):

@@ -6,9 +6,12 @@ no character is cut. Knows the decoder of a tokenizer.json; knows nothing about 
 
 import codecs
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Detokenizer:
@@ -79,12 +82,8 @@ def _byte_level_piece(token: str) -> bytes:
 
 def _fallback_byte(token: str) -> int | None:
     """`<0x0A>` -> 10."""
-    if len(token) != 6 or not token.startswith("<0x") or token[-1] != ">":
-        return None
-    try:
-        return int(token[3:5], 16)
-    except ValueError:
-        return None
+    spelled = FALLBACK.fullmatch(token)
+    return int(spelled[1], 16) if spelled else None
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -114,23 +113,29 @@ def _decoder_steps(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _apply_step(step: dict[str, Any], options: dict[str, Any]) -> None:
     replacements = options.get("replacements", ())
+    each_token = not options.keys() & {"byte_level", "fused", "strip_character"}  # or else the text as a whole
     match step:
-        case {"type": "ByteLevel"}:
+        case {"type": "ByteLevel"} if not options:
             options["byte_level"] = True
-        case {"type": "ByteFallback"}:
+        case {"type": "ByteFallback"} if each_token:
             options["byte_fallback"] = True
-        case {"type": "Fuse"}:
-            options["fused"] = True
-        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+        case {"type": "Replace", "pattern": {"String": old}, "content": new} if each_token:
             options["replacements"] = (*replacements, (old, new))
-        case {"type": "Strip", "content": character, "start": count, "stop": 0} if options.pop("fused", False):
-            options |= {"strip_character": character, "strip_count": count}
-        case {"type": "Metaspace", "replacement": old, "prepend_scheme": scheme}:
+        case {"type": "Metaspace", "replacement": old, "prepend_scheme": scheme} if each_token:
             options["replacements"] = (*replacements, (old, " "))
             options["strip_count"] = int(scheme != "never")
+        case {"type": "Fuse"}:
+            options["fused"] = True
+        case {"type": "Strip", "content": character, "start": count, "stop": 0} if _strips(options):
+            options |= {"strip_character": character, "strip_count": count}
         case _:
             raise ValueError(
-                "the decoder in tokenizer.json must be made of ByteLevel, ByteFallback, Fuse, Metaspace, "
-                f"Replace of a string, or Strip at the start after Fuse, but has {step}; use "
+                "the decoder in tokenizer.json must be made of ByteLevel alone, or of ByteFallback, Metaspace and "
+                f"Replace of a string, then Fuse, then Strip at the start, but has {step} out of this order; use "
                 "another tokenizer"
             )
+
+
+def _strips(options: dict[str, Any]) -> bool:
+    """Whether a Strip now would meet the very beginning of the text, as it was fused and nothing is dropped yet."""
+    return options.get("fused", False) and not options.get("strip_count")

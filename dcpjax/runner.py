@@ -1,34 +1,56 @@
-"""A model on its mesh: weights, cache and compiled step. Runs what the scheduler chose, returns sampled ids.
+"""A model on its mesh: weights, cache and compiled programs. Runs what the scheduler chose, returns sampled ids.
 
 Knows arrays and batches; knows nothing about queues or text.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from dcpjax.batch import Batch, Shapes, build
+from dcpjax.batch import Batch, Shapes, build, scored_tokens
 from dcpjax.config import EngineConfig
 from dcpjax.devices import ensure_devices, keep_compiled_programs
+from dcpjax.engine import StepResult
 from dcpjax.model_files import ModelFiles
-from dcpjax.models import decoder
+from dcpjax.models import decoder, operations
 from dcpjax.models.attention import Runtime
 from dcpjax.models.config import ModelConfig, from_hf
 from dcpjax.models.kv_cache import CacheGeometry, storage_dtype
 from dcpjax.progress import status
-from dcpjax.scheduler import Scheduled
+from dcpjax.request import TokenScores
+from dcpjax.sampling import Sampled, SamplingBatch
+from dcpjax.scheduler import Limits, Pace, Scheduled
+from dcpjax.scoring import Logprobs, shared_count
 from dcpjax.sharding import arrays
 from dcpjax.sharding.arrays import is_spec
 from dcpjax.sharding.mesh import Layout, check_layout, make_mesh
 from dcpjax.sharding.rules import Placement, Rules
-from dcpjax.step import StepOutput, compile_on_demand, run_step
+from dcpjax.step import (
+    compile_copy,
+    compile_on_demand,
+    compile_prompt_scores,
+    compile_sampler,
+    forward,
+    padded_pairs,
+)
 from dcpjax.weights import dummy_weights, load_weights
 
+ATTENTION_COST = 3.0  # time of one of attention's multiply-adds over that of a matrix product's, on CPU
 CPU_CACHE_BYTES = 2**30  # default cache of all virtual CPU devices together
+
+
+@dataclass
+class Launched:
+    """A step on its way, and where its results will be."""
+
+    step: Sequence[Scheduled]
+    sampled: Sampled
+    prompt_scores: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +88,12 @@ class Runner:
             max_tokens=self.sizes.max_num_batched_tokens,
             table_width=self._table_width(),
         )
-        self._step = compile_on_demand(run_step, self.config, self.runtime, self.cache)
-        self._cut_short = False
-        self._seen_shapes: set[tuple[tuple[int, ...], ...]] = set()
+        self.latest = self._no_tokens()
+        self._forward = compile_on_demand(forward, self.config, self.runtime, self.cache)
+        self._sample = compile_sampler(self.place)
+        self._score_prompt = compile_prompt_scores(self.place)
+        self._copy = compile_copy(self.cache, self.place)
+        self._seen_shapes: set[tuple[Any, ...]] = set()
         self.compile_seconds = 0.0
 
     @property
@@ -79,35 +104,85 @@ class Runner:
     def geometry(self) -> CacheGeometry:
         return self.runtime.geometry
 
-    def run(self, step: Sequence[Scheduled]) -> tuple[np.ndarray, np.ndarray]:
-        """Run one step: next token int32 [R] and whether its logits were finite bool [R], in the order of `step`."""
+    def launch(self, step: Sequence[Scheduled]) -> Launched:
+        """Start a step and return at once with what it will have sampled."""
         batch = build(step, self.shapes, self.geometry)
-        shape = tuple(leaf.shape for leaf in jax.tree.leaves(batch))
-        call = self._call if shape in self._seen_shapes else self._first_call
-        self._cut_short = True  # until the results are here: a step fails when it is awaited, not when it is called
-        output = call(batch)
-        results = jax.device_get((output.tokens, output.finite))
-        self._cut_short = False
-        self._seen_shapes.add(shape)
-        return results
+        choosing = [entry.request if entry.samples else None for entry in step]
+        sampling = SamplingBatch.build(choosing, batch.seats.shape[0], self.config.vocab_size)
+        with self._noting_compilation(batch, sampling):
+            self._copy_blocks([entry.copy for entry in step if entry.copy])
+            logits, self.cache = self._forward(self.weights, self.cache, self.latest, batch)
+            prompt_scores = self._prompt_scores(step, logits, batch)
+            if prompt_scores is not None:
+                logits = logits[: batch.seats.shape[0]]
+            sampled, self.latest = self._sample(logits, self.latest, sampling)
+            launched = Launched(step, sampled, prompt_scores)
+        jax.tree.map(lambda array: array.copy_to_host_async(), (launched.sampled, launched.prompt_scores))
+        return launched
 
-    def _call(self, batch: Batch) -> StepOutput:
-        output, self.cache = self._step(self.weights, self.cache, batch)
-        return output
-
-    def _first_call(self, batch: Batch) -> StepOutput:
-        started = time.monotonic()
-        with status(f"compiling the step for {batch.tokens.size} tokens", shown=self.progress):
-            output = self._call(batch)
-        self.compile_seconds += time.monotonic() - started
-        return output
+    def collect(self, launched: Launched) -> StepResult:
+        """Wait for a step; its results in the order of its entries."""
+        sampled, prompt_scores = jax.device_get((launched.sampled, launched.prompt_scores))
+        return StepResult(
+            tokens=sampled.tokens,
+            finite=sampled.finite,
+            scores=_scores_of_samples(launched.step, sampled),
+            prompt_scores=_scores_of_prompts(launched.step, prompt_scores),
+        )
 
     def restore_cache(self) -> bool:
-        """Make an empty cache if a step was cut short, which donated the old one; True if it had to."""
-        lost, self._cut_short = self._cut_short, False
+        """Make an empty cache if a step that failed or was cut short took the old one along; True if it did."""
+        try:
+            jax.block_until_ready((self.cache, self.latest))
+            lost = any(array.is_deleted() for array in jax.tree.leaves((self.cache, self.latest)))
+        except Exception:
+            lost = True
         if lost:
-            self.cache = self._empty_cache()
+            self.cache, self.latest = self._empty_cache(), self._no_tokens()
         return lost
+
+    def _copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        if pairs:
+            self.cache = self._copy(self.cache, *padded_pairs(pairs, self.sizes.num_blocks))
+
+    def _prompt_scores(self, step: Sequence[Scheduled], logits: jax.Array, batch: Batch) -> Any:
+        """Log-probabilities of the prompt tokens that follow the scored ones, None if nobody wants any."""
+        scored = scored_tokens(step)
+        if not scored:
+            return None
+        rows = batch.seats.shape[0]
+        targets = np.full(batch.last.shape[0] - rows, -1, np.int32)
+        targets[: len(scored)] = [step[row].request.prompt_token_ids[position + 1] for row, _, position in scored]
+        wanted = [entry.request.params.prompt_logprobs for entry in step if entry.request.scores_prompt]
+        return self._score_prompt(logits[rows:], targets, shared_count(wanted, self.config.vocab_size))
+
+    @contextmanager
+    def _noting_compilation(self, *inputs: Any) -> Generator[None]:
+        """Say so and keep the time when a step has a shape not seen before."""
+        shape = tuple(leaf.shape for leaf in jax.tree.leaves(inputs)), jax.tree.structure(inputs)
+        if shape in self._seen_shapes:
+            yield
+            return
+        started = time.monotonic()
+        with status(f"compiling the step for {inputs[0].tokens.size} tokens", shown=self.progress):
+            yield
+        self.compile_seconds += time.monotonic() - started
+        self._seen_shapes.add(shape)
+
+    def _no_tokens(self) -> jax.Array:
+        """Each seat's newest token, before there is any."""
+        return jax.device_put(np.zeros(self.sizes.max_num_seqs, np.int32), self.place.sharding())
+
+    def limits(self, engine: EngineConfig) -> Limits:
+        """What one step of this model may hold."""
+        relative = operations.per_position(self.config) / operations.per_token(self.config)
+        tokens = engine.max_mixed_prefill_tokens or (64 if self.platform == "cpu" else 512)
+        return Limits(
+            max_num_seqs=self.sizes.max_num_seqs,
+            max_num_batched_tokens=self.sizes.max_num_batched_tokens,
+            pace=Pace(tokens=tokens, per_position=ATTENTION_COST * relative),
+            enable_prefix_caching=engine.enable_prefix_caching,
+        )
 
     def _weights(self, files: ModelFiles, engine: EngineConfig) -> Any:
         specs = decoder.weight_specs(self.config, self.layout, self.dtype)
@@ -163,6 +238,36 @@ class Runner:
         """W: blocks of the longest request, rounded up to whole chunks."""
         blocks = self.geometry.blocks(self.sizes.max_model_len)
         return -(-blocks // self.geometry.chunk_blocks) * self.geometry.chunk_blocks
+
+
+def _scores_of_samples(step: Sequence[Scheduled], sampled: Sampled) -> list[TokenScores | None] | None:
+    if sampled.logprobs is None:
+        return None
+    return [
+        None if entry.request.params.logprobs is None else _token_scores(int(token), sampled.logprobs, row)
+        for row, (entry, token) in enumerate(zip(step, sampled.tokens, strict=False))
+    ]
+
+
+def _scores_of_prompts(step: Sequence[Scheduled], scores: Logprobs | None) -> list[dict[int, TokenScores]] | None:
+    """For each entry, the scores of prompt tokens by position: each follows from the token before."""
+    if scores is None:
+        return None
+    found: list[dict[int, TokenScores]] = [{} for _ in step]
+    for index, (row, _, position) in enumerate(scored_tokens(step)):
+        token = step[row].request.prompt_token_ids[position + 1]
+        found[row][position + 1] = _token_scores(token, scores, index)
+    return found
+
+
+def _token_scores(token: int, scores: Logprobs, row: int) -> TokenScores:
+    return TokenScores(
+        token,
+        float(scores.chosen[row]),
+        int(scores.rank[row]),
+        np.asarray(scores.top_ids[row]),
+        np.asarray(scores.top[row]),
+    )
 
 
 def count_blocks(budget: int, block_bytes: int, geometry: CacheGeometry) -> int:

@@ -1,8 +1,8 @@
 """Choosing the next token on the device, per request, whatever mixture of options a batch holds.
 
 The draw is a Gumbel-max (Gumbel 1954; Maddison et al. 2014) whose noise depends on the request's seed and on how
-many tokens it has generated, on nothing else: not on its row, its neighbours or the mesh. Work that nobody in
-the batch asked for is skipped at run time, without a new program.
+many tokens it has generated, on nothing else: not on its row, its neighbours or the mesh. What nobody in the batch
+asks for is not part of the program.
 """
 
 from collections.abc import Sequence
@@ -12,113 +12,98 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from dcpjax.options import Bias, Cut, Draw, Penalties, allowed_of, bias_of, cut_of, draw_of, penalties_of
+from dcpjax.processors import add, allow, cut, likeliest, penalize
 from dcpjax.request import Request
-
-LEAST_TEMPERATURE = 1e-5  # below, dividing by it overflows: greedy, as in vLLM
+from dcpjax.scoring import Logprobs, score, shared_count
 
 
 @struct.dataclass
 class SamplingBatch:
-    """Options of R rows. Rows past the last request are greedy."""
+    """Options of R rows. Parts that no row asks for are None; rows past the last request ask for nothing."""
 
-    # [R] float32, host: 0 is greedy
-    temperature: jax.Array
-    # [R] int32, host: 0 keeps all
-    top_k: jax.Array
-    # [R] float32, host: 1 keeps all
-    top_p: jax.Array
-    # [R] float32, host: 0 keeps all
-    min_p: jax.Array
-    # [R, 2] uint32, host: the two halves of the request's seed
-    seed: jax.Array
-    # [R] int32, host: tokens the request has generated so far
-    generated: jax.Array
-    # [R, S] int32, host: tokens that may not be sampled yet (min_tokens), -1 for none
-    banned: jax.Array
+    # [R] int32, host: where `latest` keeps the row's newest token, -1 for nowhere
+    seat: jax.Array
+    draw: Draw | None
+    cut: Cut | None
+    bias: Bias | None
+    # [R, W] uint32, host: a bit for each token that may be chosen
+    allowed: jax.Array | None
+    penalties: Penalties | None
+    # how many of the most likely tokens are reported; -1 is all
+    num_logprobs: int | None = struct.field(pytree_node=False)
 
     @classmethod
-    def build(cls, requests: Sequence[Request], rows: int) -> "SamplingBatch":
-        temperature, top_p, min_p = (
-            np.zeros(rows, np.float32),
-            np.ones(rows, np.float32),
-            np.zeros(rows, np.float32),
+    def build(cls, requests: Sequence[Request | None], rows: int, vocab_size: int) -> "SamplingBatch":
+        """One row per request, in order. None is a row whose choice nobody needs."""
+        asking = [(row, request) for row, request in enumerate(requests) if request is not None]
+        seat = np.full(rows, -1, np.int32)
+        for row, request in asking:
+            seat[row] = request.seat
+        return cls(
+            seat=seat,  # type: ignore[arg-type]
+            draw=draw_of(asking, rows),
+            cut=cut_of(asking, rows, vocab_size),
+            bias=bias_of(asking, rows),
+            allowed=allowed_of(asking, rows, vocab_size),
+            penalties=penalties_of(asking, rows, vocab_size),
+            num_logprobs=shared_count((request.params.logprobs for _, request in asking), vocab_size),
         )
-        top_k, generated = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-        seed = np.zeros((rows, 2), np.uint32)
-        banned = np.full((rows, _banned_width(requests)), -1, np.int32)
-        for row, request in enumerate(requests):
-            params = request.params
-            temperature[row] = params.temperature if params.temperature >= LEAST_TEMPERATURE else 0.0
-            top_p[row], min_p[row] = params.top_p, params.min_p
-            top_k[row] = max(0, min(params.top_k, 2**31 - 1))
-            generated[row] = len(request.output_token_ids)
-            seed[row] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
-            if len(request.output_token_ids) < params.min_tokens:
-                ends = sorted(request.end_token_ids)
-                banned[row, : len(ends)] = ends
-        return cls(temperature, top_k, top_p, min_p, seed, generated, banned)  # type: ignore[arg-type]
 
 
-def _banned_width(requests: Sequence[Request]) -> int:
-    """S: a power of two of at least 4, so that few programs exist."""
-    most = max((len(request.end_token_ids) for request in requests if request.params.min_tokens), default=0)
-    return max(4, 1 << (most - 1).bit_length()) if most else 4
+@struct.dataclass
+class Sampled:
+    """What a step chose."""
+
+    # [R] int32
+    tokens: jax.Array
+    # [R] bool: False where the model's logits held NaN or infinity
+    finite: jax.Array
+    # of the chosen tokens, if a row asks
+    logprobs: Logprobs | None
 
 
-def sample(logits: jax.Array, options: SamplingBatch) -> tuple[jax.Array, jax.Array]:
-    """logits [R, V] float32 -> next tokens [R] int32, and whether each row's logits were finite [R] bool.
+def sample(logits: jax.Array, latest: jax.Array, options: SamplingBatch) -> tuple[Sampled, jax.Array]:
+    """logits [R, V] float32 -> next tokens; latest [S] int32, each seat's newest token, is brought up to date.
 
-    Temperature first, then min_p, top_k and top_p over what remains, as in vLLM.
+    In the order of vLLM: allowed tokens; bad words, min_tokens and logit_bias; repetition, frequency and presence
+    penalties; then, unless greedy, temperature, min_p, top_k, top_p and the draw. Log-probabilities are of the
+    logits as they came.
     """
-    logits = jax.lax.cond(jnp.any(options.banned >= 0), _ban, lambda x, _: x, logits, options.banned)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     finite = jnp.isfinite(jnp.max(logits, axis=-1))  # a NaN anywhere in the row makes its maximum NaN
-    drawn = jax.lax.cond(
-        jnp.any(options.temperature > 0), _draw, lambda logits, _: jnp.zeros_like(greedy), logits, options
-    )
-    return jnp.where(options.temperature > 0, drawn, greedy), finite
+    processed = _process(logits, latest, options)
+    tokens = likeliest(processed)
+    if options.draw is not None:
+        drawn = _draw(processed, options.draw, options.cut)
+        tokens = jnp.where(options.draw.temperature > 0, drawn, tokens)
+    logprobs = None if options.num_logprobs is None else score(logits, tokens, options.num_logprobs)
+    seat = jnp.where(options.seat >= 0, options.seat, latest.shape[0])
+    return Sampled(tokens, finite, logprobs), latest.at[seat].set(tokens, mode="drop")
 
 
-def _ban(logits: jax.Array, banned: jax.Array) -> jax.Array:
-    rows = jnp.arange(logits.shape[0])[:, None]
-    columns = jnp.where(banned >= 0, banned, logits.shape[1])
-    return logits.at[rows, columns].set(-jnp.inf, mode="drop")
+def _process(logits: jax.Array, latest: jax.Array, options: SamplingBatch) -> jax.Array:
+    """The logits that greedy rows choose from."""
+    if options.allowed is not None:
+        logits = allow(logits, options.allowed)
+    if options.bias is not None:
+        biased = add(logits, options.bias)
+        # A guide may allow nothing but what a ban forbids (the end, before min_tokens): then the guide wins.
+        left = jnp.any(biased > -jnp.inf, axis=-1, keepdims=True)
+        logits = biased if options.allowed is None else jnp.where(left, biased, logits)
+    if options.penalties is not None:
+        logits = penalize(logits, options.penalties, latest[jnp.maximum(options.seat, 0)])
+    return logits
 
 
-def _draw(logits: jax.Array, options: SamplingBatch) -> jax.Array:
-    scaled = logits / jnp.where(options.temperature > 0, options.temperature, 1.0)[:, None]
-    scaled = jnp.where(
-        scaled < jnp.max(scaled, axis=-1, keepdims=True) + _log(options.min_p)[:, None], -jnp.inf, scaled
-    )
-    noise = jax.vmap(_noise, in_axes=(0, 0, None))(options.seed, options.generated, logits.shape[1])
-    sorts = jnp.any((options.top_k > 0) | (options.top_p < 1))
-    return jax.lax.cond(sorts, _draw_sorted, _draw_plain, scaled, noise, options)
-
-
-def _log(fraction: jax.Array) -> jax.Array:
-    return jnp.where(fraction > 0, jnp.log(jnp.where(fraction > 0, fraction, 1.0)), -jnp.inf)
+def _draw(logits: jax.Array, draw: Draw, options: Cut | None) -> jax.Array:
+    scaled = logits / jnp.where(draw.temperature > 0, draw.temperature, 1.0)[:, None]
+    if options is not None:
+        scaled = cut(scaled, options)
+    noise = jax.vmap(_noise, in_axes=(0, 0, None))(draw.seed, draw.generated, logits.shape[1])
+    return likeliest(scaled + noise)
 
 
 def _noise(seed: jax.Array, generated: jax.Array, vocab: int) -> jax.Array:
     """Gumbel noise [V] for one token of one request."""
     key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), generated)
     return jax.random.gumbel(key, (vocab,), jnp.float32)
-
-
-def _draw_plain(scaled: jax.Array, noise: jax.Array, _: SamplingBatch) -> jax.Array:
-    return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
-
-
-def _draw_sorted(scaled: jax.Array, noise: jax.Array, options: SamplingBatch) -> jax.Array:
-    """Cut to top_k, then top_p of what remains, in descending order; each id keeps its own noise."""
-    order = jnp.argsort(-scaled, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(scaled, order, axis=-1)
-    place = jnp.arange(scaled.shape[1])[None, :]
-    limit = jnp.where(options.top_k > 0, options.top_k, scaled.shape[1])[:, None]
-    ranked = jnp.where(place < limit, ranked, -jnp.inf)
-    share = jax.nn.softmax(ranked, axis=-1)
-    before = jnp.cumsum(share, axis=-1) - share
-    keep = (before < options.top_p[:, None]) | (options.top_p[:, None] >= 1) | (place == 0)
-    ranked = jnp.where(keep, ranked, -jnp.inf)
-    winner = jnp.argmax(ranked + jnp.take_along_axis(noise, order, axis=-1), axis=-1)
-    return jnp.take_along_axis(order, winner[:, None], axis=-1)[:, 0].astype(jnp.int32)

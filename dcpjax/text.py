@@ -36,9 +36,12 @@ class TextStream:
         return self.stop_reason is not None
 
     def append(self, token_id: int) -> str:
-        """The text this token makes certain. Stop strings count once `min_tokens` tokens have passed."""
+        """The text this token makes certain. Stop strings count once `min_tokens` tokens have passed.
+
+        A token behind a stop has no text: one step may bring several tokens.
+        """
         self._tokens += 1
-        if self._detokenizer is None:
+        if self._detokenizer is None or self.stopped:
             return ""
         self._pending += self._detokenizer.append(token_id)
         if self._tokens < self._params.min_tokens:

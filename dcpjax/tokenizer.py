@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from dcpjax.detokenizer import Detokenizer, text_rule
+from dcpjax.detokenizer import Detokenizer, Leading, text_rule
 from dcpjax.gguf_file import read_header
 from dcpjax.gguf_tokenizer import gguf_backend, gguf_tokenizer_config
 from dcpjax.hub import read_json
@@ -22,6 +22,27 @@ from dcpjax.messages import check_tools, checked_messages, keys
 
 TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TOKEN_ID = 2**32 - 1
+# what apply_chat_template decides itself
+RENDERING = frozenset(
+    [
+        "messages",
+        "conversation",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+        "return_dict",
+        "return_tensors",
+        "return_assistant_tokens_mask",
+        "sanitize_control_tokens",
+        "tokenizer_kwargs",
+        "padding",
+        "truncation",
+        "max_length",
+    ]
+)
 
 
 class Tokenizer:
@@ -36,7 +57,7 @@ class Tokenizer:
         self._config = config
         self._rule = text_rule(backend.decoder)
         self._pieces: dict[int, bytes] = {}
-        self._special_ids = frozenset(
+        self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self.vocab_size: int = backend.get_vocab_size()
@@ -75,12 +96,16 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """All bytes of the tokens, read as UTF-8 once; bytes that are not UTF-8 read as U+FFFD."""
-        pieces = b"".join(self._piece(token_id, skip_special_tokens) for token_id in ids)
-        return self._rule.leading().strip(pieces.decode("utf-8", "replace"))
+        pieces = b"".join(self.piece(token_id, skip_special_tokens) for token_id in ids)
+        return self.leading().strip(pieces.decode("utf-8", "replace"))
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """`decode`, one token at a time."""
-        return Detokenizer(lambda token_id: self._piece(token_id, skip_special_tokens), self._rule.leading())
+        return Detokenizer(lambda token_id: self.piece(token_id, skip_special_tokens), self.leading())
+
+    def leading(self) -> Leading:
+        """What decoding strips from the start of a text."""
+        return self._rule.leading()
 
     def apply_chat_template(
         self,
@@ -89,10 +114,12 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation. Control tokens come from the template only, messages are plain text.
 
-        Text parts of one message are joined by newlines. Raises ValueError for what the template cannot take.
+        Text parts of one message are joined by newlines. `chat_template_kwargs` are switches of the template: true,
+        false, a number or a word. Raises ValueError for what the template cannot take.
         """
         if not self._config.get("chat_template"):
             raise ValueError("chat needs a model with a chat template, but this one has none; use generate")
@@ -106,7 +133,19 @@ class Tokenizer:
             tools=tools and list(tools),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            **self._checked_switches(chat_template_kwargs or {}),
         )
+
+    def _checked_switches(self, switches: Mapping[str, Any]) -> dict[str, Any]:
+        for name, value in switches.items():
+            if name in RENDERING:
+                raise ValueError(f"chat_template_kwargs must be the template's own switches, but hold {name!r}")
+            if not isinstance(value, bool | int | float | str | None):
+                raise ValueError(
+                    f"chat_template_kwargs must be true, false, numbers or words, but {name!r} is {value!r}"
+                )
+        self._check_keys({str(value): None for value in switches.values()})
+        return dict(switches)
 
     def _token_id(self, name: str) -> int | None:
         token = self._special_token(name)
@@ -118,8 +157,9 @@ class Tokenizer:
         token = token.get("content") if isinstance(token, dict) else token
         return token if isinstance(token, str) else None
 
-    def _piece(self, token_id: int, skip_special_tokens: bool) -> bytes:
-        if skip_special_tokens and token_id in self._special_ids:
+    def piece(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
+        """The bytes a token adds to a text."""
+        if skip_special_tokens and token_id in self.special_ids:
             return b""
         if token_id not in self._pieces:
             token = self._backend.id_to_token(token_id) if 0 <= token_id <= MAX_TOKEN_ID else None

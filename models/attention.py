@@ -9,7 +9,9 @@ how often a loop turns, and no loop holds a collective.
 Knows token positions, block tables and slots; knows nothing about requests or model families.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial as bind
 from typing import Literal, NamedTuple
 
 import jax
@@ -59,7 +61,7 @@ class Runtime:
     geometry: CacheGeometry
     dcp_comm_backend: Literal["ag_rs", "a2a", "psum"] = "ag_rs"
     dcp_replicate_q: bool = False
-    attention_body: Literal["loop", "gather"] = "loop"
+    attention_body: Literal["auto", "loop", "gather", "pallas"] = "auto"
 
 
 def partial(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Partial:
@@ -249,10 +251,29 @@ def attend_on_device(
     with jax.named_scope("cache_write"):
         cache = write(cache, new, work, runtime.geometry, rank())
     with jax.named_scope("partial"):
-        body = paged_partial if runtime.attention_body == "loop" else paged_partial_gathered
-        out, lse = body(q, cache, work, runtime.geometry, rank())
+        out, lse = _body(cache, work, runtime)(q, cache, work, runtime.geometry, rank())
         part = Partial(out[..., :value_dim], lse)
     with jax.named_scope("merge"):
         if runtime.place.dcp == 1:
             return flatten_heads(part.out, features), cache
         return MERGES[runtime.dcp_comm_backend](part, features), cache
+
+
+def _body(cache: Cache, work: Work, runtime: Runtime) -> Callable[..., Partial]:
+    """A kernel on accelerators where the shapes allow one, else the loop."""
+    if runtime.attention_body == "gather":
+        return paged_partial_gathered
+    platform = runtime.place.mesh.devices.flat[0].platform
+    if runtime.attention_body == "loop" or (runtime.attention_body == "auto" and platform == "cpu"):
+        return paged_partial
+    # here, not above: Pallas imports this file, is slow to import, and a CPU never needs it
+    from dcpjax.models.pallas_attention import paged_partial_kernel, suits
+
+    if suits(cache, work, runtime.geometry, platform):
+        return bind(paged_partial_kernel, platform=platform)
+    if runtime.attention_body == "pallas":
+        raise ValueError(
+            f"attention_body must be 'auto' or 'loop' on {platform} with heads of {cache.value_dim} values and "
+            f"{runtime.geometry.slots} slots per block and rank, but is 'pallas'; use 'auto'"
+        )
+    return paged_partial

@@ -11,6 +11,7 @@ Knows positions, blocks and slots; knows nothing about requests or who owns a bl
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -42,17 +43,17 @@ class CacheGeometry:
                 f"= {self.dcp} * {self.interleave} = {unit}, but is {self.block_size}; use {nearest}"
             )
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """P: slots of one block on one rank."""
         return self.block_size // self.dcp
 
-    @property
+    @cached_property
     def chunk_blocks(self) -> int:
         """Blocks that one chunk spans: more than one when a block is short."""
         return max(1, CHUNK_SLOTS // self.slots)
 
-    @property
+    @cached_property
     def chunk_slots_per_block(self) -> int:
         """Slots a chunk takes from each of its blocks: a divisor of `slots`, unless the divisors are all tiny."""
         if self.slots <= CHUNK_SLOTS:
@@ -80,6 +81,12 @@ class CacheGeometry:
     def blocks(self, tokens: int) -> int:
         """Blocks that hold this many tokens."""
         return -(-tokens // self.block_size)
+
+    def tokens_per_rank(self, tokens: int) -> tuple[int, ...]:
+        """How many of the first `tokens` positions each rank stores."""
+        stripes, rest = divmod(tokens, self.dcp * self.interleave)
+        over = (min(max(rest - rank * self.interleave, 0), self.interleave) for rank in range(self.dcp))
+        return tuple(stripes * self.interleave + extra for extra in over)
 
     def chunks(self, tokens: int) -> int:
         """Chunks that hold the first `tokens` positions. From the global length: the same on every rank."""

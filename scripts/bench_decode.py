@@ -59,7 +59,7 @@ def our_step(files: ModelFiles, dtype: str, batch: int, context: int) -> tuple[S
     ]
     weights = sum(array.nbytes for array in jax.tree.leaves(runner.weights))
     cache = batch * context * runner.block_bytes_per_device() // runner.geometry.block_size
-    return lambda: runner.run(step) and None, weights + cache
+    return lambda: runner.collect(runner.launch(step)) and None, weights + cache
 
 
 def _cache_bytes(files: ModelFiles, dtype: str, batch: int, context: int) -> int:

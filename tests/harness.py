@@ -18,8 +18,8 @@ from dcpjax.outputs import RequestMetrics
 from dcpjax.request import Request
 from dcpjax.runner import Runner
 from dcpjax.sampling_params import SamplingParams
-from dcpjax.scheduler import Scheduled, Scheduler
-from dcpjax.step import compile_on_demand
+from dcpjax.scheduler import Limits, Scheduled, Scheduler
+from dcpjax.step import compile_on_demand, known_tokens
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -43,9 +43,9 @@ class Trace:
         return np.array(self.every_logits[self.prompt_length - 1 :])
 
 
-def all_logits(weights: Any, cache: Any, batch: Batch, *, config: Any, runtime: Any) -> tuple[Any, Any]:
-    """`run_step`, but giving the logits [N, V] of every token instead of sampling."""
-    hidden, cache = decoder.forward(weights, cache, batch.tokens, batch.work, config, runtime)
+def all_logits(weights: Any, cache: Any, latest: Any, batch: Batch, *, config: Any, runtime: Any) -> tuple[Any, Any]:
+    """`forward`, but giving the logits [N, V] of every token."""
+    hidden, cache = decoder.forward(weights, cache, known_tokens(batch, latest), batch.work, config, runtime)
     return decoder.logits(weights, hidden, config, runtime.place), cache
 
 
@@ -90,7 +90,8 @@ class Stepper:
         while scheduler.has_work:
             step = scheduler.schedule()
             batch = build(step, self.runner.shapes, self.runner.geometry)
-            scores, self.runner.cache = self.step(self.runner.weights, self.runner.cache, batch)
+            runner = self.runner
+            scores, runner.cache = self.step(runner.weights, runner.cache, runner.latest, batch)
             scheduler.update(step)
             rows = iter(np.asarray(scores))
             for entry in step:
@@ -107,9 +108,12 @@ class Stepper:
 
     def _queue(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[Scheduler, list[Request]]:
         sizes = self.runner.sizes
-        scheduler = Scheduler(
-            BlockManager(sizes.num_blocks), self.runner.geometry, sizes.max_num_seqs, sizes.max_num_batched_tokens
+        limits = Limits(
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            enable_prefix_caching=False,
         )
+        scheduler = Scheduler(BlockManager(sizes.num_blocks), self.runner.geometry, limits)
         requests = [
             Request(
                 number, [int(token) for token in prompt], SamplingParams(), count, 0, frozenset(), RequestMetrics(0)
@@ -122,6 +126,7 @@ class Stepper:
 
     @staticmethod
     def _append(scheduler: Scheduler, request: Request, trace: Trace, count: int) -> None:
+        request.num_in_flight = 0
         token = int(np.argmax(trace.every_logits[-1]))
         request.output_token_ids.append(token)
         trace.tokens.append(token)

@@ -15,11 +15,13 @@ from dcpjax.cli import COMMANDS, main
 from dcpjax.cli_engine import Answer, Clock, print_stream, statistics
 from dcpjax.cli_flags import Flags, Parser, field_helps, flag, parse, spell
 from dcpjax.config import EngineConfig
+from dcpjax.intake import Intake
 from dcpjax.model_files import open_model
 from dcpjax.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
 from dcpjax.sampling_params import SamplingParams
 from dcpjax.sharding.mesh import Layout, check_layout
 
+LISTED = ", ".join(COMMANDS)
 HEAVY = {"jax", "jaxlib", "numpy", "transformers", "tokenizers", "flax"}
 
 
@@ -44,11 +46,14 @@ class FakeLLM:
         geometry=SimpleNamespace(block_size=256),
         config=SimpleNamespace(cache_heads=1),
         compile_seconds=0.0,
+        dtype="bfloat16",
+        kv_dtype="float32",
+        platform="cpu",
     )
     files = SimpleNamespace(generation_config={"temperature": 0.7, "top_k": 40})
 
-    def __init__(self, model, **options):
-        self.model, self.options, self.calls, self.closed = model, options, [], 0
+    def __init__(self, model, *, progress=True, **options):
+        self.model, self.progress, self.options, self.calls, self.closed = model, progress, options, [], 0
         FakeLLM.last = self
 
     def get_default_sampling_params(self):
@@ -133,6 +138,12 @@ def test_help_needs_no_jax(command):
     assert done.stderr.splitlines()[-1] == "[0, 0, 2] set()"
 
 
+def test_the_list_of_commands_needs_no_jax():
+    code = f"import sys; from dcpjax.cli import main; main(['--help']); print({HEAVY} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
 def test_no_command_shows_the_help_and_is_refused(capsys):
     code, out, err = ran(capsys)
     assert (code, out) == (2, "")
@@ -157,9 +168,11 @@ def test_every_option_is_a_flag_with_help(capsys, kind):
         (["generate", "a", "--max-toknes", "5"], "unknown flag --max-toknes; did you mean --max-tokens?"),
         (["generate", "a", "--max_tokenz=5"], "unknown flag --max_tokenz; did you mean --max-tokens?"),
         (["generate", "a", "--max"], "unknown flag --max; did you mean --max-tokens or --max-"),
-        (["generate", "a", "-q"], "unknown flag -q; see dcpjax generate --help"),
-        (["gnerate"], "the command must be one of generate, chat, env, but is 'gnerate'; did you mean generate?"),
-        (["--model", "m"], "flags must follow a command (generate, chat, env), but --model comes first"),
+        (["generate", "a", "-z"], "unknown flag -z; see dcpjax generate --help"),
+        (["gnerate"], f"the command must be one of {LISTED}, but is 'gnerate'; did you mean generate?"),
+        (["--model", "m"], f"flags must follow a command ({LISTED}), but --model comes first"),
+        (["generate", "a", "--model", "m", "-q", "-v"], "--quiet must not come with --verbose, but does; remove one"),
+        (["chat", "--model", "m", "-q", "-v"], "--quiet must not come with --verbose, but does; remove one"),
         (["generate", "a"], "--model must name a model, but is not given"),
         (["generate", "--model", "m"], "generate must have a prompt, but has none"),
         (["generate", "a", "--model"], "--model must have a value, but has none"),
@@ -335,6 +348,68 @@ def test_a_model_that_asks_for_no_sampling_is_greedy(fake, monkeypatch):
     assert FakeLLM.last.calls[0][1].temperature == 0
 
 
+ASKED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+
+
+def asking(tmp_path, monkeypatch, generation_config):
+    """A stand-in whose sampling defaults are what the real library reads from a folder."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
+    files = open_model(tmp_path)
+    own = Intake(files, EngineConfig(), None, vocab_size=100, max_model_len=60).default_params
+    monkeypatch.setattr(FakeLLM, "files", files)
+    monkeypatch.setattr(FakeLLM, "get_default_sampling_params", lambda self: own)
+
+
+def test_generate_and_chat_follow_generation_config(tmp_path, monkeypatch):
+    asking(tmp_path, monkeypatch, {**ASKED, "do_sample": True, "eos_token_id": 2})
+    assert main(["generate", "x", "--model", "m"]) == 0
+    assert FakeLLM.last.calls[0][1] == SamplingParams(**ASKED, max_tokens=256)
+    typed(monkeypatch, "x\n")
+    assert main(["chat", "--model", "m"]) == 0
+    assert FakeLLM.last.calls[0][1] == SamplingParams(**ASKED, max_tokens=1024)
+
+
+@pytest.mark.parametrize(("name", "value"), [*dict.fromkeys(ASKED, 1).items(), ("temperature", 0), ("top_k", 0)])
+def test_a_flag_wins_over_generation_config(tmp_path, monkeypatch, name, value):
+    asking(tmp_path, monkeypatch, ASKED)
+    assert main(["generate", "x", "--model", "m", flag(name), str(value)]) == 0
+    assert FakeLLM.last.calls[0][1] == SamplingParams(**{**ASKED, name: value}, max_tokens=256)
+
+
+def test_without_a_temperature_of_its_own_a_model_is_greedy_and_keeps_the_rest(tmp_path, monkeypatch):
+    asking(tmp_path, monkeypatch, {"top_k": 20})
+    assert main(["generate", "x", "--model", "m"]) == 0
+    assert FakeLLM.last.calls[0][1] == SamplingParams(temperature=0, top_k=20, max_tokens=256)
+
+
+@pytest.mark.parametrize("arguments", [["generate", "a"], ["generate", "a", "--stream"]])
+def test_quiet_shows_results_alone_even_on_a_terminal(capsys, monkeypatch, arguments):
+    terminal(monkeypatch, "stdout", "stderr")
+    assert ran(capsys, *arguments, "--model", "m", "-q") == (0, "A\n", "")
+    assert not FakeLLM.last.progress
+    assert "tokens/s" in ran(capsys, *arguments, "--model", "m", "--quiet", "--stats")[2]
+
+
+def test_quiet_still_tells_errors(capsys):
+    assert ran(capsys, "generate", "fail", "--model", "m", "-q")[::2] == (
+        1,
+        "dcpjax: error: --max-tokens must be smaller, but is not\n",
+    )
+
+
+def test_verbose_tells_what_was_opened_and_what_is_asked_of_sampling(capsys):
+    opened, chosen, statistics = ran(capsys, "generate", "a", "--model", "m", "-v", "--top-p", "0.5")[2].splitlines()
+    assert opened.startswith("m opened in ")
+    assert opened.endswith(
+        "tp=2 x dcp=4, cache of 23,296 tokens stored 2x, weights bfloat16, cache float32, up to 60 tokens a request, "
+        "on cpu"
+    )
+    assert chosen == "tokens are chosen with temperature=0.7, top_p=0.5, top_k=40, max_tokens=256"
+    assert statistics.startswith("tp=2 x dcp=4")
+    assert FakeLLM.last.progress
+
+
 def test_time_spent_compiling_is_named_and_is_no_speed():
     line = statistics(FakeLLM("m"), prompt_tokens=1500, new_tokens=20, clock=Clock(seconds=12.0, compiling=2.0))
     assert line.endswith("1,500 prompt + 20 new tokens in 10.0 s + 2.0 s compiling, 2.0 tokens/s")
@@ -411,6 +486,18 @@ def test_an_answer_that_was_cut_off_says_by_what(capsys, monkeypatch):
     monkeypatch.setattr(FakeLLM, "events", cut)
     assert talk(capsys, monkeypatch, "a\n")[2] == "(cut off at --max-tokens 1024)\n"
     assert "--max-model-len 60" in talk(capsys, monkeypatch, f"{'a' * 59}\n")[2]
+
+
+def test_a_quiet_chat_says_nothing_but_answers_and_errors(capsys, monkeypatch):
+    monkeypatch.setattr(FakeLLM, "events", lambda self, prompt: [StreamEvent(0, 0, "x", [1], "length")])
+    assert talk(capsys, monkeypatch, "a\n", "-q") == (0, "x\n", "")
+    code, out, err = talk(capsys, monkeypatch, f"{'a' * 60}\n", "-q")
+    assert (code, out, err.startswith("dcpjax: error: the conversation must be shorter")) == (1, "", True)
+
+
+def test_a_verbose_chat_has_statistics_after_each_answer(capsys, monkeypatch):
+    assert talk(capsys, monkeypatch, "a\nb\n", "-v")[2].count("tokens/s") == 2
+    assert "tokens/s" not in talk(capsys, monkeypatch, "a\n", "-v", "--no-stats")[2]
 
 
 def test_a_failed_turn_is_not_kept(capsys, monkeypatch):

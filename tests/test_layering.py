@@ -12,7 +12,20 @@ MODULES = {
     room: sorted((ROOT / room).glob("*.py")) for room in ("sharding", "models", "dcpjax", "scripts", "notebooks")
 }
 LIBRARY = [path for room in ("sharding", "models", "dcpjax") for path in MODULES[room]]
-HOST_ONLY = ["blocks", "scheduler", "request", "outputs", "sampling_params", "text", "config"]
+HOST_ONLY = [
+    "blocks",
+    "config",
+    "history",
+    "logprobs",
+    "outputs",
+    "prefix",
+    "request",
+    "sampling_params",
+    "scheduler",
+    "stats",
+    "text",
+    "trace",
+]
 
 
 def imported(path: Path) -> Iterator[str]:

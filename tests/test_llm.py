@@ -11,7 +11,7 @@ from harness import GOLDENS
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import dcpjax
-from dcpjax import LLM, RequestOutput, SamplingParams
+from dcpjax import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 
 TEMPLATE = (
     "{% for message in messages %}<u>{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -260,7 +260,7 @@ def test_an_exception_in_a_step_fails_its_requests_and_the_engine_goes_on(
 ) -> None:
     good = tokens(llm.generate("abc", GREEDY))
     with monkeypatch.context() as broken:
-        broken.setattr(llm.runner, "_step", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        broken.setattr(llm.runner, "_forward", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
         (result,) = llm.generate("abc", GREEDY)
     assert result.error == "RuntimeError: out of memory"
     assert tokens(llm.generate("abc", GREEDY)) == good
@@ -275,7 +275,7 @@ def test_an_interrupt_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(llm.runner, "_step", interrupted)
+        broken.setattr(llm.runner, "_forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["abc", "xyz"], GREEDY)
     assert llm.engine.blocks.num_used == 0
@@ -334,7 +334,7 @@ def test_parameters_of_another_type_are_refused(llm: LLM, params: Any) -> None:
         llm.generate(["abc"], params)
 
 
-@pytest.mark.parametrize("moment", ["_collect", "_release_finished"])
+@pytest.mark.parametrize("moment", ["_launch", "_collect", "_take"])
 def test_an_interrupt_after_a_step_costs_other_streams_nothing(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -345,8 +345,7 @@ def test_an_interrupt_after_a_step_costs_other_streams_nothing(
     original = getattr(llm.engine, moment)
 
     def interrupted(*given: Any) -> Any:
-        if moment == "_collect":
-            original(*given)
+        original(*given)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
@@ -355,6 +354,144 @@ def test_an_interrupt_after_a_step_costs_other_streams_nothing(
             llm.generate("xyz", params)
     seen += [token for event in stream for token in event.token_ids]
     assert seen == expected
+
+
+# --- prefix cache, log-probabilities and other options
+
+
+def test_a_prompt_given_twice_is_found_in_the_cache_and_answered_alike(llm: LLM) -> None:
+    prompt = [3 + number % 90 for number in range(64)]
+    assert llm.reset_prefix_cache()
+    (cold,), (warm,) = (llm.generate([prompt], GREEDY) for _ in range(2))
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 48)  # whole blocks, without the last token
+    assert tokens([warm]) == tokens([cold])
+    assert llm.reset_prefix_cache()
+    assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 0
+
+
+def test_prompts_of_another_salt_share_nothing(llm: LLM) -> None:
+    prompt = [5 + number % 80 for number in range(40)]
+
+    def cached(**extra: Any) -> int:
+        return llm.generate([{"prompt_token_ids": prompt, **extra}], GREEDY)[0].num_cached_tokens
+
+    assert [cached(cache_salt="a"), cached(cache_salt="b"), cached(), cached(cache_salt="a")] == [0, 0, 0, 32]
+    assert "cache_salt must be a string" in (llm.generate([{"prompt": "abc", "cache_salt": 5}], GREEDY)[0].error or "")
+
+
+def test_completions_of_one_prompt_compute_it_once(folder: Path) -> None:
+    own = make(folder)
+    prompt = [3 + number % 90 for number in range(60)]
+    (several,) = own.generate([prompt], SamplingParams(n=3, temperature=1, seed=5, max_tokens=4, ignore_eos=True))
+    assert own.stats().prefix_hits == 2 * 48
+    alone = [
+        own.generate([prompt], SamplingParams(temperature=1, seed=5 + index, max_tokens=4, ignore_eos=True))[0]
+        for index in range(3)
+    ]
+    assert tokens([several]) == tokens(alone)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_prefix_caching": False},
+        {"async_scheduling": False},
+        {"max_num_batched_tokens": 16},
+        {"max_mixed_prefill_tokens": 8},
+        {"kv_cache_memory_bytes": 2**16, "max_model_len": 128},
+        {"tensor_parallel_size": 1, "decode_context_parallel_size": 1},
+        {"tensor_parallel_size": 3, "decode_context_parallel_size": 1},
+        {"dcp_comm_backend": "a2a"},
+        {"dcp_comm_backend": "psum"},
+    ],
+    ids=str,
+)
+def test_tokens_and_log_probabilities_are_the_same_with(llm: LLM, folder: Path, options: dict[str, Any]) -> None:
+    prompts = [[3 + (7 * number + place) % 90 for place in range(8 + 9 * number)] for number in range(6)]
+    prompts += [prompts[5][:40], prompts[5]]
+    params = [
+        SamplingParams(temperature=number % 2, seed=number, top_p=0.9, max_tokens=12, ignore_eos=True, logprobs=2)
+        for number in range(len(prompts))
+    ]
+    expected, found = llm.generate(prompts, params), make(folder, **options).generate(prompts, params)
+    assert tokens(found) == tokens(expected)
+    for ours, theirs in zip(expected, found, strict=True):
+        for mine, other in zip(ours.outputs[0].logprobs or [], theirs.outputs[0].logprobs or [], strict=True):
+            assert list(mine) == list(other)
+            for token in mine:
+                assert mine[token].logprob == pytest.approx(other[token].logprob, abs=5e-5)
+
+
+def test_log_probabilities_of_prompt_and_answer_are_those_of_one_pass_over_all(llm: LLM) -> None:
+    asked = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    (answer,) = llm.generate([[3 + number % 90 for number in range(50)]], asked)
+    whole = answer.prompt_token_ids + answer.outputs[0].token_ids
+    (again,) = llm.generate([whole], asked)
+    assert again.prompt_logprobs is not None
+    assert answer.prompt_logprobs is not None
+    assert again.prompt_logprobs[0] is None
+    assert len(again.prompt_logprobs) == len(whole)
+    assert answer.outputs[0].logprobs is not None
+    seen = answer.prompt_logprobs[1:] + answer.outputs[0].logprobs
+    for token, mine, other in zip(whole[1:], seen, again.prompt_logprobs[1:], strict=True):
+        assert mine is not None
+        assert other is not None
+        assert mine[token].logprob == pytest.approx(other[token].logprob, abs=5e-5)
+        assert mine[token].rank == other[token].rank
+    chosen = zip(answer.outputs[0].logprobs, answer.outputs[0].token_ids, strict=True)
+    total = sum(entry[token].logprob for entry, token in chosen)
+    assert answer.outputs[0].cumulative_logprob == pytest.approx(total)
+
+
+def test_more_log_probabilities_than_the_engine_gives_are_refused(llm: LLM) -> None:
+    (result,) = llm.generate(["abc"], SamplingParams(logprobs=21))
+    assert "logprobs must be at most" in (result.error or "")
+
+
+def test_a_guided_answer_is_one_of_the_choices_and_its_neighbours_are_free(llm: LLM) -> None:
+    pytest.importorskip("llguidance")
+    guided = SamplingParams(
+        temperature=1, seed=3, max_tokens=16, structured_outputs=StructuredOutputsParams(choice=["yes", "no way"])
+    )
+    free = tokens(llm.generate("abc", GREEDY))
+    first, second, third = llm.generate(["xyz", "abc", "q"], [guided, GREEDY, guided])
+    assert {first.outputs[0].text, third.outputs[0].text} <= {"yes", "no way"}
+    assert first.outputs[0].finish_reason == third.outputs[0].finish_reason == "stop"
+    assert tokens([second]) == free
+
+
+def test_a_structure_that_cannot_be_followed_is_that_prompts_error(llm: LLM) -> None:
+    pytest.importorskip("llguidance")
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
+    wrong, good = llm.generate(["abc", "abc"], [bad, GREEDY])
+    assert "regex must be one that can be followed" in (wrong.error or "")
+    assert good.error is None
+
+
+def test_bad_words_never_come(llm: LLM) -> None:
+    free = llm.generate("abc", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].outputs[0].text
+    words = [free[:2], free[3]]
+    barred = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, bad_words=words)
+    text = llm.generate("abc", barred)[0].outputs[0].text
+    assert not any(word in text for word in words)
+
+
+def test_priorities_need_their_policy_and_order_the_queue(llm: LLM, folder: Path) -> None:
+    with pytest.raises(ValueError, match="priority must be 0 while scheduling_policy is 'fcfs'"):
+        llm.generate(["abc"], GREEDY, priority=3)
+    own = make(folder, scheduling_policy="priority", max_num_seqs=1)
+    results = own.generate(["abc", "abd", "abe"], GREEDY, priority=[2, 0, 1])
+    moments = [result.metrics.first_scheduled_time for result in results if result.metrics]
+    assert sorted(range(3), key=lambda index: moments[index]) == [1, 2, 0]
+
+
+def test_the_engines_statistics_tell_what_was_done(folder: Path) -> None:
+    own = make(folder)
+    own.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=4, ignore_eos=True))
+    stats = own.stats()
+    assert (stats.prompt_tokens, stats.generated_tokens) == (5, 8)
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    assert len(stats.tokens_per_rank) == 2
 
 
 def test_parameters_must_be_one_or_as_many_as_the_prompts(llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,12 +12,14 @@ from harness import GOLDENS
 
 from dcpjax.batch import build
 from dcpjax.config import EngineConfig
+from dcpjax.engine import StepResult
 from dcpjax.model_files import open_model
 from dcpjax.outputs import RequestMetrics
 from dcpjax.request import Request
 from dcpjax.runner import Runner
 from dcpjax.sampling_params import SamplingParams
 from dcpjax.scheduler import Scheduled
+from dcpjax.step import padded_pairs
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
 
@@ -48,9 +51,13 @@ def scheduled(lengths: list[int], count: int = 1) -> list[Scheduled]:
     ]
 
 
+def run(runner: Runner, step: list[Scheduled]) -> StepResult:
+    return runner.collect(runner.launch(step))
+
+
 def compiled(runner: Runner, step: list[Scheduled]) -> Any:
     batch = build(step, runner.shapes, runner.geometry)
-    return runner._step.lower(runner.weights, runner.cache, batch).compile()
+    return runner._forward.lower(runner.weights, runner.cache, runner.latest, batch).compile()
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
@@ -133,20 +140,72 @@ def test_the_cache_lies_where_the_rules_say() -> None:
 
 def test_other_lengths_of_the_same_shape_compile_nothing() -> None:
     runner = make_runner(1, 8)
-    runner.run(scheduled([5, 9, 40]))
-    runner.run(scheduled([20], count=20))
-    programs = runner._step._cache_size()
+    run(runner, scheduled([5, 9, 40]))
+    run(runner, scheduled([20], count=20))
+    programs = runner._forward._cache_size()
     for lengths in ([1, 2, 3], [60, 1, 17], [33, 32, 31]):
-        runner.run(scheduled(lengths))
+        run(runner, scheduled(lengths))
     for count in (17, 25, 32):
-        runner.run(scheduled([count + 9], count=count))
-    assert runner._step._cache_size() == programs == 2
+        run(runner, scheduled([count + 9], count=count))
+    assert runner._forward._cache_size() == programs == 2
 
 
 def test_a_new_step_keeps_the_cache_on_its_devices() -> None:
     runner = make_runner(2, 4)
     before = jax.tree.leaves(runner.cache)
-    runner.run(scheduled([20]))
+    run(runner, scheduled([20]))
     for old, new in zip(before, jax.tree.leaves(runner.cache), strict=True):
         assert old.is_deleted()  # donated
         assert new.sharding == runner.place.sharding(None, "kv_context", "kv_heads", None, None)
+
+
+# --- copying blocks
+
+
+@pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (2, 4)])
+def test_a_copied_block_equals_its_source_in_every_layer_and_the_others_stay(tp: int, dcp: int) -> None:
+    runner = make_runner(tp, dcp)
+    run(runner, scheduled([40, 20], count=10))
+    before = [np.array(array) for array in jax.tree.leaves(runner.cache)]
+    runner._copy_blocks([(1, 5), (2, 1), (9, 7)])  # block 1 is read before it is overwritten
+    for old, new in zip(before, jax.tree.leaves(runner.cache), strict=True):
+        expected = old.copy()
+        expected[5], expected[1], expected[7] = old[1], old[2], old[9]
+        np.testing.assert_array_equal(np.asarray(new), expected)
+
+
+def test_copying_blocks_moves_nothing_between_devices_and_copies_in_place() -> None:
+    runner = make_runner(2, 4)
+    program = runner._copy.lower(runner.cache, *padded_pairs([(1, 2)], runner.sizes.num_blocks)).compile()
+    assert instructions(program.as_text()) == []
+    per_device = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(runner.cache))
+    assert program.memory_analysis().alias_size_in_bytes == per_device
+
+
+# --- tokens that only the device knows
+
+
+@pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (2, 4)])
+def test_a_token_fed_back_on_the_device_gives_what_the_same_token_from_the_host_gives(tp: int, dcp: int) -> None:
+    runner = make_runner(tp, dcp)
+    first = scheduled([20, 33])
+    for seat, entry in enumerate(first):
+        entry.request.seat = 2 - seat
+    sampled = run(runner, first).tokens
+    ahead, known = ([replace(entry, start=entry.start + 1) for entry in first] for _ in range(2))
+    for entry in ahead:
+        entry.request.num_in_flight = 1
+    fed_back = run(runner, ahead).tokens[:2]
+    for entry, token in zip(known, sampled[:2], strict=True):
+        entry.request.num_in_flight = 0
+        entry.request.output_token_ids.append(int(token))
+    np.testing.assert_array_equal(fed_back, run(runner, known).tokens[:2])
+
+
+def test_sampling_leaves_the_tokens_of_other_seats_alone() -> None:
+    runner = make_runner(1, 1)
+    step = scheduled([5])
+    step[0].request.seat = 2
+    before = np.array(runner.latest)
+    token = run(runner, step).tokens[0]
+    np.testing.assert_array_equal(np.array(runner.latest), [*before[:2], token, *before[3:]])

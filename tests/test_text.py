@@ -1,14 +1,19 @@
+import codecs
+import os
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcpjax.detokenizer import Detokenizer, Leading
 from dcpjax.sampling_params import SamplingParams
 from dcpjax.text import TextStream, first_stop, held_back
 
 LETTERS = st.text("ab", max_size=4)  # few letters, so that stops begin, break off and overlap often
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3, unique=True)
+WIDE = "ab日🙂"  # one, three and four bytes
+EXAMPLES = 5000 if os.environ.get("HYPOTHESIS_PROFILE") == "full" else 100
 
 
 class Pieces:
@@ -88,6 +93,53 @@ def test_stops_count_only_once_min_tokens_have_passed(pieces, rest, stops, min_t
     whole = "".join([*pieces, rest])
     expected = naive(whole, stops, False, len(early)) if len(pieces) >= min_tokens else (whole, None)
     assert ("".join(given_out), made.stop_reason) == expected
+
+
+@st.composite
+def cut_bytes(draw: st.DrawFn) -> list[bytes]:
+    """Tokens of a text cut anywhere, also within characters, here and there with bytes that are no UTF-8."""
+    parts = st.text(WIDE, max_size=6).map(str.encode) | st.binary(max_size=2)
+    data = b"".join(draw(st.lists(parts, max_size=5)))
+    cuts = sorted(draw(st.lists(st.integers(0, len(data)), max_size=len(data))))
+    return [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+
+
+@st.composite
+def stops_for(draw: st.DrawFn, text: str) -> list[str]:
+    """Some that occur in the text, some that only begin in it, some that do not."""
+    places = st.tuples(st.integers(0, max(0, len(text) - 1)), st.integers(1, 4), st.text(WIDE, max_size=1))
+    inside = places.map(lambda place: text[place[0] : place[0] + place[1]] + place[2])
+    stops = inside | st.text([*WIDE, "\ufffd"], min_size=1, max_size=3)
+    return draw(st.lists(stops.filter(bool), max_size=3))
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.data(), cut_bytes(), st.booleans(), st.integers(0, 10))
+def test_text_of_split_characters_equals_a_naive_search_of_the_whole(data, tokens, include, min_tokens):
+    """The stream is fed to the end, past any stop: nothing of a stop or behind it may come out."""
+    whole = b"".join(tokens).decode("utf-8", "replace")
+    stops = data.draw(stops_for(whole))
+    early = codecs.getincrementaldecoder("utf-8")("replace").decode(b"".join(tokens[: max(0, min_tokens - 1)]))
+    expected = naive(whole, stops, include, len(early)) if len(tokens) >= min_tokens else (whole, None)
+    params = SamplingParams(stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens, max_tokens=None)
+    made = TextStream(Detokenizer(lambda token_id: tokens[token_id], Leading(count=0)), params)
+    given_out = ""
+    for token in range(len(tokens)):
+        given_out += made.append(token)
+        assert expected[0].startswith(given_out)
+    given_out += made.finish()
+    assert (given_out, made.text, made.stop_reason) == (expected[0], *expected)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_tokens_behind_a_stop_change_nothing(include):
+    """A step may bring several tokens at once, and the stop may be complete before the last of them."""
+    made = TextStream(
+        Pieces(["a", "STOP", "b", "STOP c"], "d"),
+        SamplingParams(stop=["STOP", "c"], include_stop_str_in_output=include),
+    )
+    assert [*map(made.append, range(4)), made.finish(), made.finish()] == ["a", "STOP" * include, "", "", "", ""]
+    assert (made.text, made.stop_reason) == ("aSTOP" if include else "a", "STOP")
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_the_final_message_can_be_continued(smollm2):
 
 
 def control_count(tokenizer: Tokenizer, ids: list[int]) -> int:
-    return sum(token_id in tokenizer._special_ids for token_id in ids)
+    return sum(token_id in tokenizer.special_ids for token_id in ids)
 
 
 @pytest.mark.parametrize(

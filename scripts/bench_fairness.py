@@ -1,0 +1,105 @@
+"""What a long prompt does to those who are being answered: gaps between their tokens, without it and beside it.
+
+    python scripts/bench_fairness.py --prompt 32768 --decodes 8 --layers 2
+
+Some requests decode; then a long prompt arrives and is computed in chunks beside them. Prints the usual gap between
+tokens, the 50th and 99th percentile of the gaps while the prompt runs, and their ratios; once with the pace that the
+engine sets itself, once with chunks as large as a step allows. A small dense model with dummy weights runs, of
+SmolLM2's width; fewer layers make both sides of the ratio faster alike.
+"""
+
+import argparse
+import os
+import platform
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from dcpjax import LLM, SamplingParams
+from dcpjax.completion import Job
+
+SHAPE = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "rope_scaling": None,
+    "tie_word_embeddings": True,
+}
+USUAL = 64  # gaps that say what is usual
+
+
+def main() -> None:
+    options = _options()
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}")
+    print("pace     | usual gap ms | beside the prompt p50   p99   worst | p99 / usual | prompt took")
+    for name, tokens in (("engine's", None), ("none", options.max_num_batched_tokens)):
+        llm = _llm(options, tokens)
+        run(llm, options)  # compiles every shape
+        usual, beside, seconds = run(llm, options)
+        middle = float(np.median(usual)) * 1e3
+        p50, p99 = (float(np.percentile(beside, percent)) * 1e3 for percent in (50, 99))
+        print(
+            f"{name:8} | {middle:12.1f} | {p50:21.1f} {p99:7.1f} {max(beside) * 1e3:7.1f} | {p99 / middle:11.2f} | "
+            f"{seconds:.1f} s",
+            flush=True,
+        )
+
+
+def run(llm: LLM, options: argparse.Namespace) -> tuple[list[float], list[float], float]:
+    """Seconds between tokens before and while the long prompt runs, and how long it takes to its first token."""
+    llm.reset_prefix_cache()
+    prompts = [[3 + number, *range(100, 131)] for number in range(options.decodes)]
+    answers = llm.stream(prompts, SamplingParams(temperature=0, max_tokens=options.prompt, ignore_eos=True))
+    moments = (time.perf_counter() for event in answers if event.prompt_index == 0)
+    for _ in range(8):
+        next(moments)
+    usual = _differences([next(moments) for _ in range(USUAL + 1)])
+    (job,) = llm.intake.jobs([[7 + place % 40_000 for place in range(options.prompt)]], SamplingParams(max_tokens=1))
+    llm.start(job)
+    beside, started = list(_until_done(moments, job)), time.perf_counter()
+    answers.close()
+    assert not llm.engine.has_work
+    return usual, _differences(beside), started - beside[0]
+
+
+def _until_done(moments: Iterator[float], job: Job) -> Iterator[float]:
+    while not job.output.finished:
+        yield next(moments)
+
+
+def _differences(moments: list[float]) -> list[float]:
+    return np.diff(moments).tolist()
+
+
+def _llm(options: argparse.Namespace, mixed: int | None) -> LLM:
+    length = options.prompt + 16
+    return LLM(
+        "llama-3.1-8b",
+        load_format="dummy",
+        hf_overrides=SHAPE | {"num_hidden_layers": options.layers, "max_position_embeddings": 2 * length},
+        dtype="float32",
+        max_model_len=2 * length - 32,
+        kv_cache_memory_bytes=2 * 4 * options.layers * 3 * 64 * (2 * length + options.decodes * 2048),
+        max_num_seqs=options.decodes + 1,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_mixed_prefill_tokens=mixed,
+        progress=False,
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--prompt", type=int, default=32768, help="tokens of the long prompt")
+    parser.add_argument("--decodes", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=512)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What the host costs: its time per step with a device that answers at once, and what running ahead saves.
+
+    python scripts/bench_host.py --batch 1 8 32 --steps 200
+    python scripts/bench_host.py --model smollm2-135m --batch 8
+
+The first table runs the whole engine (schedule, lay out the batch, collect, text) on a mock device. With `--model`
+a second one decodes on the real device, alternating between `async_scheduling` off and on in one process.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dcpjax import LLM, SamplingParams
+from dcpjax.batch import Shapes, build
+from dcpjax.engine import Engine, StepResult
+from dcpjax.models.kv_cache import CacheGeometry
+from dcpjax.outputs import RequestMetrics
+from dcpjax.request import Request
+from dcpjax.sampling import SamplingBatch
+from dcpjax.scheduler import Limits, Scheduled
+
+VOCAB = 49152
+
+
+class InstantDevice:
+    """Lays every batch out as the real runner does; then token 5 comes out for everyone."""
+
+    compile_seconds = 0.0
+
+    def __init__(self, batch: int, context: int) -> None:
+        self.geometry = CacheGeometry(block_size=256)
+        width = 2 * self.geometry.blocks(context)
+        self.shapes = Shapes(max_rows=max(32, batch), max_tokens=512, table_width=width)
+
+    def launch(self, step: Sequence[Scheduled]) -> int:
+        batch = build(step, self.shapes, self.geometry)
+        rows = batch.seats.shape[0]
+        SamplingBatch.build([entry.request if entry.samples else None for entry in step], rows, VOCAB)
+        return rows
+
+    def collect(self, launched: int) -> StepResult:
+        return StepResult(np.full(launched, 5, np.int32), np.ones(launched, bool))
+
+    def restore_cache(self) -> bool:
+        return False
+
+
+def main() -> None:
+    options = _options()
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}")
+    print("host alone, context 512   batch | us per step, median  [fastest .. slowest tenth]")
+    for sampling in ("greedy", "drawn"):
+        for batch in options.batch:
+            times = host_times(batch, options.steps, sampling)
+            low, middle, high = (float(np.quantile(times, share)) * 1e6 for share in (0.0, 0.5, 0.9))
+            print(f"{sampling:25} {batch:5} | {middle:8.0f}  [{low:.0f} .. {high:.0f}]")
+    if options.model:
+        _compare(options)
+
+
+def host_times(batch: int, steps: int, sampling: str, context: int = 512) -> list[float]:
+    """Seconds of each decode step of the engine on the mock device."""
+    engine = Engine(
+        InstantDevice(batch, context + steps),
+        num_blocks=batch * (2 + (context + steps) // 256),
+        limits=Limits(max_num_seqs=batch, max_num_batched_tokens=512 * batch),
+    )
+    params = SamplingParams(temperature=0) if sampling == "greedy" else SamplingParams(temperature=0.8, top_p=0.9)
+    for number in range(batch):
+        prompt = [(number * 7919 + place) % VOCAB for place in range(context)]
+        engine.add(Request(number, prompt, params, steps + 10, number, frozenset([2]), RequestMetrics(0.0)))
+    for _ in range(5):
+        engine.step()
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - started)
+    return times
+
+
+def _compare(options: argparse.Namespace) -> None:
+    """Decoding on the real device with the next step chosen after, or while, the last one runs."""
+    llm = LLM(options.model, max_num_seqs=max(options.batch), max_model_len=1024, progress=False)
+    print("real device               batch | off ms  | on ms   | ratio of times, off / on")
+    for batch in options.batch:
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for round_ in range(options.rounds + 1):
+            for ahead in (False, True):
+                llm.engine.async_scheduling = ahead
+                took = _decode(llm, batch, 24)
+                if round_:
+                    seconds[ahead].append(took)
+        off, on = (statistics.median(seconds[ahead]) * 1e3 for ahead in (False, True))
+        print(f"{llm.runner.dtype:25} {batch:5} | {off:7.2f} | {on:7.2f} | {off / on:.3f}")
+
+
+def _decode(llm: LLM, batch: int, steps: int) -> float:
+    """Median seconds between tokens."""
+    prompts = [[5 + number, *range(100, 130)] for number in range(batch)]
+    stream = llm.stream(prompts, SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True))
+    moments = [time.perf_counter() for event in stream if event.prompt_index == 0]
+    return float(np.median(np.diff(moments)))
+
+
+def _options() -> Any:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--model", help="also decode with this model, with and without async_scheduling")
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

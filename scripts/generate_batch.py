@@ -1,0 +1,11 @@
+"""`dcpjax batch` from a checkout: a JSONL file of requests in, a JSONL file of results out.
+
+python scripts/generate_batch.py in.jsonl -o out.jsonl --model smollm2-135m
+"""
+
+import sys
+
+from dcpjax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["batch", *sys.argv[1:]]))

@@ -1,0 +1,186 @@
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcpjax.batch import PREFILL_TILE, SHORT_TILE, Shapes, build, scored_tokens
+from dcpjax.models.kv_cache import CacheGeometry
+from dcpjax.outputs import RequestMetrics
+from dcpjax.request import UNKNOWN, Request
+from dcpjax.sampling_params import SamplingParams
+from dcpjax.scheduler import Scheduled
+
+GEOMETRY = CacheGeometry(block_size=16)
+SHAPES = Shapes(max_rows=32, max_tokens=512, table_width=64)
+
+
+def entry(number: int, start: int, count: int, *, prompt: int | None = None, in_flight: int = 0, **params) -> Scheduled:
+    """`count` tokens from `start` on; tokens, blocks and seat tell the request by its number."""
+    known = start + count - in_flight
+    ids = [1000 * number + position for position in range(known)]
+    split = known if prompt is None else prompt
+    made = Request(number, ids[:split], SamplingParams(**params), 4, 0, frozenset(), RequestMetrics(0.0))
+    made.output_token_ids, made.num_in_flight, made.seat = ids[split:], in_flight, 31 - number
+    blocks = GEOMETRY.blocks(start + count)
+    return Scheduled(made, start, count, [40 * number + block for block in range(blocks)], samples=True)
+
+
+def built(*step: Scheduled, shapes: Shapes = SHAPES) -> Any:
+    return build(step, shapes, GEOMETRY)
+
+
+def test_tokens_lie_one_after_another_with_their_positions_rows_and_seats():
+    batch = built(entry(0, 5, 1), entry(1, 0, 3), entry(2, 7, 4))
+    assert batch.tokens.tolist()[:9] == [5, 1000, 1001, 1002, 2007, 2008, 2009, 2010, -1]
+    assert batch.work.positions.tolist()[:9] == [5, 0, 1, 2, 7, 8, 9, 10, -1]
+    assert batch.work.rows.tolist()[:9] == [0, 1, 1, 1, 2, 2, 2, 2, -1]
+    assert batch.last.tolist() == [0, 3, 7, 0, 0, 0, 0, 0]
+    assert batch.seats.tolist() == [31, 30, 29, 0, 0, 0, 0, 0]
+    assert batch.work.block_table[:4, :2].tolist() == [[0, -1], [40, -1], [80, -1], [-1, -1]]
+
+
+def test_padding_is_told_by_minus_one_everywhere():
+    batch = built(entry(0, 5, 1), entry(1, 0, 3))
+    for array in (batch.tokens, batch.work.positions, batch.work.rows):
+        assert array.shape == (32,)
+        assert (array[4:] == -1).all()
+    assert (batch.work.block_table[2:] == -1).all()
+
+
+def test_a_token_in_flight_is_left_to_the_device():
+    batch = built(entry(0, 5, 1, in_flight=1), entry(1, 5, 1), entry(2, 0, 3, in_flight=1))
+    assert batch.tokens.tolist()[:5] == [UNKNOWN, 1005, 2000, 2001, UNKNOWN]
+    assert batch.work.positions.tolist()[:5] == [5, 5, 0, 1, 2]
+
+
+def test_known_output_tokens_follow_the_prompt():
+    assert built(entry(0, 2, 6, prompt=4)).tokens.tolist()[:6] == [2, 3, 4, 5, 6, 7]
+    assert built(entry(0, 6, 2, prompt=4, in_flight=1)).tokens.tolist()[:2] == [6, UNKNOWN]
+
+
+def test_steps_of_single_tokens_are_as_long_as_their_rows_and_have_tiles_of_one():
+    batch = built(*(entry(number, 20, 1) for number in range(9)))
+    assert batch.tokens.shape == batch.seats.shape == (32,)
+    (tiles,) = batch.work.tiles
+    assert (tiles.size, tiles.count) == (1, 9)
+    assert tiles.start[:9].tolist() == tiles.row[:9].tolist() == list(range(9))
+    assert tiles.chunks[:9].tolist() == [1] * 9
+
+
+def test_decodes_and_prompts_of_one_step_have_tiles_of_their_own():
+    batch = built(entry(0, 5, 1), entry(1, 300, 1), entry(2, 0, PREFILL_TILE + 6), entry(3, 10, 2))
+    decodes, prompts = batch.work.tiles
+    assert (decodes.size, decodes.count) == (1, 2)
+    assert decodes.chunks[:2].tolist() == [1, 3]  # a chunk is 128 slots
+    assert (prompts.size, prompts.count) == (PREFILL_TILE, 3)
+    assert prompts.start[:3].tolist() == [2, 2 + PREFILL_TILE, 8 + PREFILL_TILE]
+    assert prompts.row[:3].tolist() == [2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("counts", "tile"),
+    [
+        ((1, 2, 2 * SHORT_TILE), SHORT_TILE),
+        ((1, 2, 2 * SHORT_TILE + 1), 32),  # the whole step
+        ((1, 2, 40), PREFILL_TILE),
+        ((1, 2, 400), PREFILL_TILE),
+    ],
+)
+def test_tiles_are_short_where_all_chunks_are_and_never_longer_than_the_step(counts, tile):
+    assert built(*(entry(number, 5, count) for number, count in enumerate(counts))).work.tiles[1].size == tile
+
+
+def steps(seed: int, shapes: Shapes) -> list[Scheduled]:
+    """Any step that fits: single tokens first."""
+    dice, left = random.Random(seed), shapes.max_tokens
+    counts: list[int] = []
+    longest = dice.choice([1, 3, 16, 100, shapes.max_tokens])
+    while left and len(counts) < shapes.max_rows and dice.random() < 0.9:
+        counts.append(dice.choice([1, dice.randint(1, min(left, longest))]))
+        left -= counts[-1]
+    counts = sorted(counts or [1], key=lambda count: count > 1)
+    most = shapes.table_width * GEOMETRY.block_size
+    made = [entry(number, dice.randint(0, most - count), count) for number, count in enumerate(counts)]
+    for each in made:
+        each.request.params = SamplingParams(prompt_logprobs=dice.choice([None, None, 1]))
+    return made
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 600))
+def test_every_token_is_in_exactly_one_tile_that_sees_all_its_context(seed, max_rows, max_tokens):
+    shapes = Shapes(max_rows=max_rows, max_tokens=max(max_rows, max_tokens), table_width=64)
+    step = steps(seed, shapes)
+    batch = built(*step, shapes=shapes)
+    total, rows = sum(each.count for each in step), np.asarray(batch.work.rows)
+    assert total <= len(batch.tokens) <= shapes.max_tokens
+    assert len(step) <= len(batch.seats) <= max_rows
+    seen = np.zeros(total, int)
+    for tiles in batch.work.tiles:
+        assert tiles.count <= len(tiles.start)
+        for first, row, chunks in zip(
+            tiles.start[: tiles.count], tiles.row[: tiles.count], tiles.chunks[: tiles.count], strict=True
+        ):
+            mine = [index for index in range(first, min(first + tiles.size, len(rows))) if rows[index] == row]
+            assert mine[0] == first
+            seen[mine] += 1
+            assert chunks == GEOMETRY.chunks(int(batch.work.positions[mine[-1]]) + 1)
+    assert (seen == 1).all()
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_rows_that_follow_the_last_tokens_are_those_of_scored_tokens(seed):
+    step = steps(seed, SHAPES)
+    batch, scored = built(*step), scored_tokens(step)
+    rows = len(batch.seats)
+    assert batch.last[: len(step)].tolist() == (np.cumsum([each.count for each in step]) - 1).tolist()
+    assert batch.last[rows:][: len(scored)].tolist() == [index for _, index, _ in scored]
+    for row, index, position in scored:
+        assert batch.work.rows[index] == row
+        assert batch.work.positions[index] == position
+    if not scored:
+        assert len(batch.last) == rows
+
+
+def positions(step: Sequence[Scheduled]) -> list[int]:
+    return [position for _, _, position in scored_tokens(step)]
+
+
+def test_a_prompt_token_is_scored_where_its_predecessor_runs():
+    """The last prompt token has no successor in the prompt; the first has no predecessor."""
+    assert positions([entry(0, 0, 4, prompt_logprobs=0)]) == [0, 1, 2]
+    assert positions([entry(0, 2, 2, prompt_logprobs=0)]) == [2]
+    assert positions([entry(0, 0, 1, prompt_logprobs=0)]) == []
+    assert positions([entry(0, 0, 4)]) == []
+
+
+def test_generated_tokens_are_not_scored_as_if_they_were_of_the_prompt():
+    assert positions([entry(0, 0, 6, prompt=3, prompt_logprobs=0)]) == [0, 1]
+    assert positions([entry(0, 4, 1, prompt=3, prompt_logprobs=0)]) == []
+
+
+def test_a_prompt_scored_in_chunks_is_scored_once():
+    whole = entry(0, 0, 20, prompt_logprobs=0)
+    chunks = [Scheduled(whole.request, start, 5, whole.block_table, start == 15) for start in range(0, 20, 5)]
+    assert [position for chunk in chunks for position in positions([chunk])] == list(range(19))
+
+
+def test_only_the_first_completion_is_scored():
+    follower = entry(1, 0, 4, prompt_logprobs=0)
+    follower.request.leader = entry(0, 0, 4).request
+    assert positions([follower]) == []
+
+
+def test_shapes_are_few():
+    shapes = Shapes(max_rows=300, max_tokens=2000, table_width=8)
+    assert sorted({shapes.rows(count) for count in range(1, 301)}) == [1, 8, 32, 128, 300]
+    assert sorted({shapes.tokens(count) for count in range(1, 2001)}) == [32, 64, 128, 256, 512, 1024, 2000]
+
+
+def test_the_block_table_of_a_request_that_fills_it_is_whole():
+    shapes = Shapes(max_rows=4, max_tokens=64, table_width=8)
+    batch = built(entry(1, 127, 1), shapes=shapes)
+    assert batch.work.block_table.tolist() == [list(range(40, 48))]
