@@ -111,8 +111,9 @@ class Completion:
 
     def _hides_last_token(self) -> bool:
         """A token that ended the request shows in the text only if the user asked for it."""
-        by_token = self.request.finish_reason == "stop"
-        return by_token and not self.request.params.include_stop_str_in_output
+        request = self.request
+        by_token = request.finish_reason == "stop" and request.output_token_ids[-1] in request.end_token_ids
+        return by_token and not request.params.include_stop_str_in_output
 
     def _note(self, text: str, token_ids: list[int]) -> None:
         request, output = self.request, self.output

@@ -12,24 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from dcpjax.blocks import BlockManager
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.outputs import RequestMetrics
-from dcpjax.request import Guides, Request, Status, TokenScores
+from dcpjax.request import Guides, Request, Status
 from dcpjax.scheduler import Limits, Scheduled, Scheduler
 from dcpjax.stats import EngineStats
-
-
-@dataclass
-class StepResult:
-    """What a step gives back, in the order of its entries."""
-
-    tokens: np.ndarray  # [R] int32
-    finite: np.ndarray  # [R] bool: False where the logits held NaN or infinity
-    scores: Sequence[TokenScores | None] | None = None  # of the sampled tokens, where wanted
-    prompt_scores: Sequence[dict[int, TokenScores]] | None = None  # by position, where wanted
+from dcpjax.step_result import StepResult
 
 
 class StepRunner(Protocol):
@@ -187,7 +176,7 @@ class Engine:
         elif len(request.output_token_ids) >= request.max_tokens:
             request.finish("length")
         elif request.guide is not None:
-            _show(request.guide, token, request)
+            self._guide(request.guide, request, token)
 
     def _guide(self, guide: Guides, request: Request, token: int) -> None:
         """Take the guide along; what goes wrong with it is this request's alone."""
@@ -226,12 +215,3 @@ def _note_token(metrics: RequestMetrics, now: float) -> None:
     metrics.num_generated_tokens += 1
     metrics.first_token_time = metrics.first_token_time or now
     metrics.last_token_time = now
-
-
-def _show(guide: Guides, token: int, request: Request) -> None:
-    """Advance the request's guide. If nothing may follow, that ends this request and no other."""
-    try:
-        guide.advance(token)
-        guide.mask()
-    except ValueError as error:
-        request.finish("error", error=str(error))

@@ -11,6 +11,7 @@ from dcpjax.completion import Completion, Job
 from dcpjax.config import EngineConfig
 from dcpjax.engine import Engine
 from dcpjax.intake import Intake, Message, Prompt
+from dcpjax.interrupts import held_interrupts
 from dcpjax.model_files import ModelFiles, open_model
 from dcpjax.outputs import RequestOutput, StreamEvent
 from dcpjax.progress import bar
@@ -175,9 +176,10 @@ class LLM:
 
     def advance(self) -> None:
         """Run one step; jobs get their new tokens as events."""
-        for request in self.engine.step():
-            if request.number in self._active:
-                self._deliver(self._active[request.number])
+        with held_interrupts():
+            for request in self.engine.step():
+                if request.number in self._active:
+                    self._deliver(self._active[request.number])
 
     def _deliver(self, completion: Completion) -> None:
         if completion.take_tokens():

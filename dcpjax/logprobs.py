@@ -1,14 +1,7 @@
 """Log-probabilities as a caller reads them, one dict per token, named as in vLLM. Knows no text and no arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-
-class Numbers(Protocol):
-    """A row of a host array."""
-
-    def tolist(self) -> list: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +17,10 @@ def to_logprobs(
     chosen_id: int,
     chosen: float,
     rank: int,
-    top_ids: Numbers,
-    top: Numbers,
+    top_ids: Sequence[int],
+    top: Sequence[float],
     k: int,
-    decode: Callable[[int], str] | None = None,
+    decode: Callable[[int], str | None] | None = None,
 ) -> dict[int, Logprob]:
     """The chosen token, then the k most likely ones (-1: all that are given), most likely first, each id once.
 
@@ -35,7 +28,7 @@ def to_logprobs(
         top_ids, top: ids and log-probabilities of one token, most likely first; there may be more than k.
         decode: gives `decoded_token`.
     """
-    ranked = list(zip(top_ids.tolist(), top.tolist(), strict=True))
+    ranked = list(zip(top_ids, top, strict=True))
     entries = {int(chosen_id): (float(chosen), int(rank))}
     for place, (token, value) in enumerate(ranked if k == -1 else ranked[:k]):
         entries[token] = (value, place + 1)

@@ -15,19 +15,19 @@ import numpy as np
 from dcpjax.batch import Batch, Shapes, build, scored_tokens
 from dcpjax.config import EngineConfig
 from dcpjax.devices import ensure_devices, keep_compiled_programs
-from dcpjax.engine import StepResult
+from dcpjax.hub import cache_folder
 from dcpjax.model_files import ModelFiles
 from dcpjax.models import decoder, operations
 from dcpjax.models.attention import Runtime
 from dcpjax.models.config import ModelConfig, from_hf
 from dcpjax.models.kv_cache import CacheGeometry, storage_dtype
 from dcpjax.progress import status
-from dcpjax.request import TokenScores
 from dcpjax.sampling import Sampled, SamplingBatch
 from dcpjax.scheduler import Limits, Pace, Scheduled
-from dcpjax.scoring import Logprobs, shared_count
+from dcpjax.scoring import shared_count
 from dcpjax.sharding import arrays
 from dcpjax.sharding.arrays import is_spec
+from dcpjax.sharding.link import find_link
 from dcpjax.sharding.mesh import Layout, check_layout, make_mesh
 from dcpjax.sharding.rules import Placement, Rules
 from dcpjax.step import (
@@ -38,6 +38,7 @@ from dcpjax.step import (
     forward,
     padded_pairs,
 )
+from dcpjax.step_result import StepResult, step_result
 from dcpjax.weights import dummy_weights, load_weights
 
 ATTENTION_COST = 3.0  # time of one of attention's multiply-adds over that of a matrix product's, on CPU
@@ -122,13 +123,7 @@ class Runner:
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a step; its results in the order of its entries."""
-        sampled, prompt_scores = jax.device_get((launched.sampled, launched.prompt_scores))
-        return StepResult(
-            tokens=sampled.tokens,
-            finite=sampled.finite,
-            scores=_scores_of_samples(launched.step, sampled),
-            prompt_scores=_scores_of_prompts(launched.step, prompt_scores),
-        )
+        return step_result(launched.step, *jax.device_get((launched.sampled, launched.prompt_scores)))
 
     def restore_cache(self) -> bool:
         """Make an empty cache if a step that failed or was cut short took the old one along; True if it did."""
@@ -240,36 +235,6 @@ class Runner:
         return -(-blocks // self.geometry.chunk_blocks) * self.geometry.chunk_blocks
 
 
-def _scores_of_samples(step: Sequence[Scheduled], sampled: Sampled) -> list[TokenScores | None] | None:
-    if sampled.logprobs is None:
-        return None
-    return [
-        None if entry.request.params.logprobs is None else _token_scores(int(token), sampled.logprobs, row)
-        for row, (entry, token) in enumerate(zip(step, sampled.tokens, strict=False))
-    ]
-
-
-def _scores_of_prompts(step: Sequence[Scheduled], scores: Logprobs | None) -> list[dict[int, TokenScores]] | None:
-    """For each entry, the scores of prompt tokens by position: each follows from the token before."""
-    if scores is None:
-        return None
-    found: list[dict[int, TokenScores]] = [{} for _ in step]
-    for index, (row, _, position) in enumerate(scored_tokens(step)):
-        token = step[row].request.prompt_token_ids[position + 1]
-        found[row][position + 1] = _token_scores(token, scores, index)
-    return found
-
-
-def _token_scores(token: int, scores: Logprobs, row: int) -> TokenScores:
-    return TokenScores(
-        token,
-        float(scores.chosen[row]),
-        int(scores.rank[row]),
-        np.asarray(scores.top_ids[row]),
-        np.asarray(scores.top[row]),
-    )
-
-
 def count_blocks(budget: int, block_bytes: int, geometry: CacheGeometry) -> int:
     """Whole blocks in `budget` bytes. Raises ValueError if there is not even one."""
     if budget < block_bytes:
@@ -299,11 +264,14 @@ def resolve_dtype(choice: str, config: ModelConfig) -> str:
 
 
 def _runtime(layout: Layout, engine: EngineConfig) -> Runtime:
+    mesh = make_mesh(layout)
     return Runtime(
-        place=Placement(make_mesh(layout), Rules.for_attention(replicate_q=engine.dcp_replicate_q)),
+        place=Placement(mesh, Rules.for_attention(replicate_q=engine.dcp_replicate_q)),
         geometry=CacheGeometry(
             block_size=engine.block_size, dcp=layout.dcp, interleave=engine.cp_kv_cache_interleave_size
         ),
         dcp_comm_backend=engine.dcp_comm_backend,
         dcp_replicate_q=engine.dcp_replicate_q,
+        dcp_overlap=engine.dcp_overlap,
+        link=find_link(mesh, cache_folder()) if engine.dcp_comm_backend == "auto" else None,
     )

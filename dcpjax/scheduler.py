@@ -85,7 +85,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it can never fit, even with the whole pool to itself."""
-        longest = len(request.prompt_token_ids) + request.max_tokens
+        longest = len(request.prompt_token_ids) + request.max_tokens - 1  # nothing follows from the last token
         needed = self.geometry.blocks(longest)
         if needed > self.blocks.num_blocks:
             capacity = self.blocks.num_blocks * self.geometry.block_size

@@ -20,12 +20,13 @@ import numpy as np
 
 from dcpjax import LLM, SamplingParams
 from dcpjax.batch import Shapes, build
-from dcpjax.engine import Engine, StepResult
+from dcpjax.engine import Engine
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.outputs import RequestMetrics
 from dcpjax.request import Request
 from dcpjax.sampling import SamplingBatch
 from dcpjax.scheduler import Limits, Scheduled
+from dcpjax.step_result import StepResult
 
 VOCAB = 49152
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dcpjax.engine import Engine, StepResult
+from dcpjax.engine import Engine
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.outputs import RequestMetrics
 from dcpjax.request import UNKNOWN, Request, Status
 from dcpjax.sampling_params import SamplingParams
 from dcpjax.scheduler import Limits, Pace, Scheduled
+from dcpjax.step_result import StepResult
 
 VOCAB = 50
 GEOMETRY = CacheGeometry(block_size=4)
@@ -49,18 +50,26 @@ def alone(prompt: Sequence[int], max_tokens: int) -> list[int]:
 
 @dataclass
 class MockGuide:
-    """Allows a token that is at least as large as the last one; after one of the last three, none can come."""
+    """Allows a token that is at least as large as the last one. The text is complete with the largest token of all;
+    one that is nearly as large is a dead end."""
 
     seen: list[int] = field(default_factory=list)
 
+    @property
+    def last(self) -> int:
+        return max(self.seen, default=0)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.last == VOCAB - 1
+
     def mask(self) -> np.ndarray:
-        least = max(self.seen, default=0)
-        if least >= VOCAB - 3:
+        if self.last >= VOCAB - 3:
             raise ValueError("the text must rise, but cannot go on")
-        return np.arange(VOCAB) >= least
+        return np.arange(VOCAB) >= self.last
 
     def advance(self, token_id: int) -> None:
-        assert not self.seen or token_id >= self.seen[-1]
+        assert token_id >= self.last
         self.seen.append(token_id)
 
 

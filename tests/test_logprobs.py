@@ -98,7 +98,7 @@ def test_the_number_of_scores_is_one_of_few():
 
 
 def as_dict(chosen_id: int, count: int, **more) -> dict[int, Logprob]:
-    top_ids, top = np.array([7, 2, 9, 4], np.int32), np.array([-0.5, -1.5, -2.5, -3.5], np.float32)
+    top_ids, top = [7, 2, 9, 4], [-0.5, -1.5, -2.5, -3.5]
     chosen, rank = {7: (-0.5, 1), 9: (-2.5, 3), 11: (-9.0, 8)}[chosen_id]
     return to_logprobs(chosen_id, chosen, rank, top_ids, top, count, **more)
 
@@ -124,7 +124,8 @@ def test_minus_one_gives_all_there_are():
 def test_of_equally_likely_tokens_each_has_the_rank_of_its_place():
     logits = np.array([[3.0, 3.0, 1.0, 0.0, 0.0]], np.float32)
     found = scored(logits, np.array([0], np.int32), 1)
-    entries = to_logprobs(0, found.chosen[0], found.rank[0], np.asarray(found.top_ids[0]), np.asarray(found.top[0]), 1)
+    top_ids, top = np.asarray(found.top_ids[0]).tolist(), np.asarray(found.top[0]).tolist()
+    entries = to_logprobs(0, found.chosen[0], found.rank[0], top_ids, top, 1)
     assert entries[0].rank == 1
 
 

@@ -218,11 +218,11 @@ def test_a_waiting_request_is_not_overtaken_by_a_smaller_one():
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
     plan = scheduler(num_blocks=3)
     sentence = (
-        "prompt and max_tokens must fit the KV cache of 12 tokens (3 blocks of 4), but 10 + 3 tokens need 4 blocks; "
+        "prompt and max_tokens must fit the KV cache of 12 tokens (3 blocks of 4), but 11 + 3 tokens need 4 blocks; "
         "raise kv_cache_memory_bytes or shorten the request"
     )
     with pytest.raises(ValueError) as refusal:
-        plan.add(request(0, 10, max_tokens=3))
+        plan.add(request(0, 11, max_tokens=3))
     assert str(refusal.value) == sentence
     assert not plan.has_work
 

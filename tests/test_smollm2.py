@@ -3,6 +3,7 @@
 float32 throughout: in bfloat16 the first token of the France prompt is a near tie, so only logits are compared.
 """
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 from harness import GOLDENS, Stepper
 
-from dcpjax import LLM, SamplingParams
+from dcpjax import LLM, SamplingParams, run_batch
 from dcpjax.model_files import open_model
 
 GOLDEN = dict(np.load(GOLDENS / "smollm2-135m.npz"))
+ASSETS = Path(__file__).parent / "assets"
 RUNS = ("france", "sky", "fibonacci")
 QUESTIONS = {
     "france": "What is the capital of France?",
@@ -81,6 +83,22 @@ def test_a_key_hidden_in_three_thousand_tokens_is_found_on_eight_ranks(eight_ran
     )
     assert "48213" in result.outputs[0].text
     assert result.outputs[0].token_ids == GOLDEN["needle_greedy"].tolist()
+
+
+def test_each_turn_of_an_agent_finds_the_turns_before_it_in_the_cache(smollm2_path: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    options = {"dtype": "float32", "max_num_seqs": 1, "max_num_batched_tokens": 32, "max_model_len": 1024}
+    tally = run_batch(
+        ASSETS / "agent_turns.jsonl", output, smollm2_path, progress=False, max_in_flight=1, block_size=64, **options
+    )
+    assert (tally.done, tally.errors) == (4, 0)
+    usages = [json.loads(line)["response"]["body"]["usage"] for line in output.read_text().splitlines()]
+    prompts = [usage["prompt_tokens"] for usage in usages]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    assert cached[0] == 0
+    for before, found in zip(prompts, cached[1:], strict=False):
+        assert found >= (before - 8) // 64 * 64  # whole blocks of all that both have, but for the cue to answer
+    assert prompts == sorted(prompts)
 
 
 @pytest.mark.slow

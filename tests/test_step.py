@@ -12,7 +12,6 @@ from harness import GOLDENS
 
 from dcpjax.batch import build
 from dcpjax.config import EngineConfig
-from dcpjax.engine import StepResult
 from dcpjax.model_files import open_model
 from dcpjax.outputs import RequestMetrics
 from dcpjax.request import Request
@@ -20,6 +19,7 @@ from dcpjax.runner import Runner
 from dcpjax.sampling_params import SamplingParams
 from dcpjax.scheduler import Scheduled
 from dcpjax.step import padded_pairs
+from dcpjax.step_result import StepResult
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
 

@@ -1,0 +1,87 @@
+"""Many requests through the real engine: nothing leaks, nothing compiles after the warm-up, nobody's answer changes.
+
+`requests` counts those after the warm-up; the full size is 5,000.
+"""
+
+import random
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import GOLDENS
+
+from dcpjax import LLM, SamplingParams
+from dcpjax.completion import Job
+
+OPTIONS = {
+    "dtype": "float32",
+    "block_size": 16,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 32,
+    "kv_cache_memory_bytes": 24 * 4096,  # 24 blocks: too few for eight long requests at once
+    "max_model_len": 192,
+}
+
+
+class Traffic:
+    """Requests of random lengths, a third of which begin alike; one in ten is given up on its way."""
+
+    def __init__(self, llm: LLM, seed: int) -> None:
+        self.llm, self.dice = llm, random.Random(seed)
+        self.vocab = llm.runner.config.vocab_size
+        self.heads = [self._tokens(self.dice.choice((16, 40, 64))) for _ in range(4)]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.dice.randrange(3, self.vocab) for _ in range(count)]
+
+    def jobs(self, count: int) -> Iterator[Job]:
+        for index in range(count):
+            head = self.dice.choice(self.heads) if self.dice.random() < 0.3 else []
+            prompt = head + self._tokens(self.dice.randint(1, 60))
+            drawn = self.dice.random() < 0.5
+            params = SamplingParams(
+                temperature=0.9 if drawn else 0.0,
+                top_p=0.9 if drawn else 1.0,
+                seed=index,
+                max_tokens=self.dice.randint(1, 40),
+                ignore_eos=True,
+            )
+            yield self.llm.intake.job(index, prompt, params)
+
+    def run(self, count: int) -> list[Job]:
+        """All jobs to their ends, at most sixteen on their way; those given up have no result."""
+        finished, running, waiting = list[Job](), list[Job](), list(self.jobs(count))
+        while running or waiting:
+            while waiting and len(running) < 16:
+                running.append(waiting.pop())
+                self.llm.start(running[-1])
+            self.llm.advance()
+            if self.dice.random() < 0.02:
+                self.llm.abandon([running.pop(self.dice.randrange(len(running)))])
+            finished += [job for job in running if job.output.finished]
+            running = [job for job in running if not job.output.finished]
+        return finished
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(5000, marks=pytest.mark.slow)])
+def test_after_many_requests_nothing_has_leaked_and_each_answer_is_its_own(count: int) -> None:
+    llm = LLM(GOLDENS / "llama3", progress=False, **OPTIONS)
+    Traffic(llm, seed=1).run(60)
+    programs, resident = llm.runner._forward._cache_size(), _resident_bytes()
+    jobs = Traffic(llm, seed=2).run(count)
+    assert llm.runner._forward._cache_size() == programs
+    assert _resident_bytes() < 1.05 * resident
+    assert llm.engine.blocks.num_used == 0
+    llm.engine.blocks.check_integrity()
+    stats = llm.stats()
+    assert stats.preemptions > 0
+    assert stats.prefix_hits > 0
+    for job in jobs[:: max(1, len(jobs) // max(4, count // 100))]:
+        (alone,) = llm.generate([job.prompt_token_ids], job.params)
+        assert alone.outputs[0].token_ids == job.output.outputs[0].token_ids
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    return pages * resource.getpagesize()
