@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dcpjax.cli_engine import SEED, Choice, say
+from dcpjax.cli_engine import MODELS_OWN, SEED, Choice, add_loudness_flags, say
 from dcpjax.cli_flags import Flags, Parser, add_options, field_helps, flag
 from dcpjax.config import EngineConfig
 from dcpjax.jsonl_file import OutputError
@@ -24,7 +24,6 @@ from dcpjax.jsonl_tally import Tally
 from dcpjax.sampling_params import SamplingParams
 
 COMPLETION_TOKENS = MAX_TOKENS["completion"] or 1
-_MODELS_OWN = ("temperature", "top_p", "top_k", "min_p")
 _LINES_ONLY = ("logit_bias", "structured_outputs", "detokenize")
 _WORDS = {"input": "INPUT", "status_file": "--status-file"}  # what errors call an option -> what was typed
 
@@ -51,6 +50,7 @@ def add_flags(parser: Parser) -> None:
     )
     helps = {name: spell(text) for name, text in field_helps(BatchOptions).items()}
     add_options(parser, "files of the job", BatchOptions, explain=helps)
+    add_loudness_flags(parser)
     _add_model_flags(parser)
 
 
@@ -60,7 +60,7 @@ def _add_model_flags(parser: Parser) -> None:
         "--model",
         help="a folder in Hugging Face form, a .gguf file, a hub id, or smollm2-135m to try one out; required",
     )
-    own = {name: f"the model's own, else {getattr(SamplingParams, name)}" for name in _MODELS_OWN}
+    own = {name: f"the model's own, else {getattr(SamplingParams, name)}" for name in MODELS_OWN}
     add_options(
         parser,
         "choosing tokens, for lines that do not say",
@@ -88,11 +88,14 @@ def _run(flags: Flags, open_engine: OpenEngine | None) -> int:
     choice = Choice.from_flags(flags, max_tokens=COMPLETION_TOKENS)
     files, options, tally = _files(flags), BatchOptions.from_options(flags.options(BatchOptions)), Tally()
     advice, json_logs = f"to go on: {resume_line(sys.argv)}", flags.get("json_logs", False)
-    open_engine = open_engine or _opener(choice, progress=not json_logs)
+    quiet = flags.get("quiet", False)
+    open_engine = open_engine or _opener(choice, progress=not json_logs and not quiet)
     with Stop(advice=advice) as stop:
         try:
             serving = _serving(flags, choice)
-            run_files(files, options, serving, open_engine, tally=tally, json_logs=json_logs, stop=stop.asked)
+            run_files(
+                files, options, serving, open_engine, tally=tally, shown=not quiet, json_logs=json_logs, stop=stop.asked
+            )
         except Exception:
             if tally.started_at is not None:
                 say(f"dcpjax: {advice}")

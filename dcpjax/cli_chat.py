@@ -1,5 +1,6 @@
 """`dcpjax chat`: a conversation, one line a turn, from a terminal or a pipe."""
 
+import argparse
 import contextlib
 import re
 import sys
@@ -32,7 +33,9 @@ Ctrl-C stops an answer; what it has said so far stays in the conversation."""
 def add_flags(parser: Parser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message that opens the conversation")
     parser.add_argument(
-        "--stats", action="store_true", help="layout, tokens and speed on standard error after each answer"
+        "--stats",
+        action=argparse.BooleanOptionalAction,
+        help="layout, tokens and speed on standard error after each answer; by default with --verbose",
     )
     add_model_flags(parser, max_tokens=MAX_TOKENS)
 
@@ -45,13 +48,16 @@ def run(flags: Flags) -> int:
             "started, or use dcpjax generate --chat"
         )
     choice = Choice.from_flags(flags, max_tokens=MAX_TOKENS)
+    quiet, verbose = choice.loudness.quiet, choice.loudness.verbose
     llm = choice.open()
-    chat = Chat(llm, choice.params(llm), system=flags.get("system"), statistics=flags.get("stats", False))
+    chat = Chat(
+        llm, choice.params(llm), system=flags.get("system"), statistics=flags.get("stats", verbose), notes=not quiet
+    )
     chat.check()
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # line editing; Windows has its own
             import readline  # noqa: F401
-        say(f"dcpjax {dcpjax.__version__} | {describe_layout(llm)} | /help lists what is not sent to the model")
+        chat.note(f"dcpjax {dcpjax.__version__} | {describe_layout(llm)} | /help lists what is not sent to the model")
     chat.loop()
     return int(chat.failed)
 
@@ -59,8 +65,10 @@ def run(flags: Flags) -> int:
 class Chat:
     """One conversation: what has been said, and how the next line goes on."""
 
-    def __init__(self, llm: "LLM", params: "SamplingParams", *, system: str | None, statistics: bool) -> None:
-        self.llm, self.params, self.statistics = llm, params, statistics
+    def __init__(
+        self, llm: "LLM", params: "SamplingParams", *, system: str | None, statistics: bool, notes: bool
+    ) -> None:
+        self.llm, self.params, self.statistics, self.notes = llm, params, statistics, notes
         self.opening = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self.opening)
         self.failed = False
@@ -97,7 +105,12 @@ class Chat:
         elif answer.text or answer.finish_reason:
             self.messages = [*asked, {"role": "assistant", "content": answer.text}]
         if answer.finish_reason == "length":
-            say(self._cut(tokens + answer.tokens))
+            self.note(self._cut(tokens + answer.tokens))
+
+    def note(self, text: str) -> None:
+        """What is neither an answer nor an error."""
+        if self.notes:
+            say(text)
 
     def _answer(self, asked: list[dict[str, str]], tokens: int) -> Answer:
         answer = Answer()
@@ -107,7 +120,7 @@ class Chat:
             except KeyboardInterrupt:
                 if not sys.stdin.isatty():
                     raise
-                say("(stopped)")
+                self.note("(stopped)")
         if self.statistics:
             say(statistics(self.llm, prompt_tokens=tokens, new_tokens=answer.tokens, clock=clock))
         return answer

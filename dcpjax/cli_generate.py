@@ -40,7 +40,7 @@ def add_flags(parser: Parser) -> None:
     parser.add_argument(
         "--stats",
         action=argparse.BooleanOptionalAction,
-        help="layout, tokens and speed on standard error; by default on a terminal",
+        help="layout, tokens and speed on standard error; by default on a terminal and with --verbose",
     )
     add_model_flags(parser, max_tokens=MAX_TOKENS)
 
@@ -55,9 +55,10 @@ def run(flags: Flags) -> int:
     prompts = read_prompts(flags)
     llm = choice.open()
     inputs: Any = [_messages(prompt, flags.get("system")) for prompt in prompts] if flags.get("chat") else prompts
+    counts = flags.get("stats", choice.loudness.wants_statistics)
     if streams:
-        return _stream(llm, inputs, choice.params(llm), flags)
-    return _collect(llm, prompts, inputs, choice.params(llm), flags)
+        return _stream(llm, inputs, choice.params(llm), flags, counts)
+    return _collect(llm, prompts, inputs, choice.params(llm), flags, counts)
 
 
 def read_prompts(flags: Flags) -> list[str]:
@@ -100,27 +101,29 @@ def _streams(flags: Flags, single: bool) -> bool:
     return True
 
 
-def _stream(llm: "LLM", inputs: list[Any], params: "SamplingParams", flags: Flags) -> int:
+def _stream(llm: "LLM", inputs: list[Any], params: "SamplingParams", flags: Flags, counts: bool) -> int:
     answer = Answer()
     start = llm.stream_chat if flags.get("chat") else llm.stream
     with timed(llm) as clock:
         print_stream(start(inputs, params), answer)
     if answer.error:
         return _report_failures([answer.error])
-    if _wants_statistics(flags):
+    if counts:
         tokens = count_prompt_tokens(llm, inputs[0])
         say(statistics(llm, prompt_tokens=tokens, new_tokens=answer.tokens, clock=clock))
     return 0
 
 
-def _collect(llm: "LLM", prompts: list[str], inputs: list[Any], params: "SamplingParams", flags: Flags) -> int:
+def _collect(
+    llm: "LLM", prompts: list[str], inputs: list[Any], params: "SamplingParams", flags: Flags, counts: bool
+) -> int:
     start = llm.chat if flags.get("chat") else llm.generate
     with timed(llm) as clock:
         results = start(inputs, params)
     write = _write_json if flags.get("json") else _write_text
     write(prompts, results)
     sys.stdout.flush()
-    if _wants_statistics(flags):
+    if counts:
         new = sum(len(output.token_ids) for result in results for output in result.outputs)
         old = sum(len(result.prompt_token_ids) for result in results)
         say(statistics(llm, prompt_tokens=old, new_tokens=new, clock=clock))
@@ -133,10 +136,6 @@ def count_prompt_tokens(llm: "LLM", given: str | Sequence[dict[str, str]]) -> in
     if isinstance(given, str):
         return len(llm.tokenizer.encode(given))
     return len(llm.tokenizer.apply_chat_template(given))
-
-
-def _wants_statistics(flags: Flags) -> bool:
-    return flags.get("stats", sys.stderr.isatty())
 
 
 def _write_text(prompts: list[str], results: list[RequestOutput]) -> None:

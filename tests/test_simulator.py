@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from engine_mock import MockRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,9 +68,15 @@ def cache_of(blocks: int, model: str, **options) -> dict[str, int]:
 # The engine decides: the simulator adds a clock and nothing else.
 
 
-def direct(
-    requests: Sequence[TraceRequest], simulator: Simulator, users: int | None
-) -> list[tuple[int, int, int, int, int, int, int]]:
+class Answering(MockRunner):
+    """A mock device whose answers tell requests apart: two of one prompt have no more than it in common."""
+
+    def collect(self, launched: Launch) -> StepResult:
+        result = super().collect(launched)
+        return replace(result, tokens=np.array([1000 + entry.request.number for entry in launched.step], np.int32))
+
+
+def direct(requests: Sequence[TraceRequest], simulator: Simulator, users: int | None) -> list[tuple[int, ...]]:
     """What a mock device is asked for, step by step, by the real engine and prompts made for a model."""
     row, seen = simulator.plan.row, list[tuple[int, ...]]()
 
@@ -90,7 +95,7 @@ def direct(
             )
         )
 
-    runner = MockRunner(CacheGeometry(block_size=row.block_size, dcp=row.dcp), after_launch=note)
+    runner = Answering(CacheGeometry(block_size=row.block_size, dcp=row.dcp), after_launch=note)
     engine = Engine(runner, num_blocks=row.num_blocks, limits=_limits(simulator.options, simulator.plan))
     waiting = list(enumerate(requests))
     free = users or len(requests)
@@ -302,7 +307,9 @@ def test_the_same_comes_out_twice():
 
 
 def test_percentiles_lie_between_their_neighbours():
-    assert Percentiles.of([3.0, 1.0, 2.0, 4.0]) == Percentiles(p50=2.5, p99=pytest.approx(3.97))
+    found = Percentiles.of([3.0, 1.0, 2.0, 4.0])
+    assert (found.p50, found.p99) == (2.5, pytest.approx(3.97))
+    assert Percentiles.of([7.0]) == Percentiles(p50=7.0, p99=7.0)
     assert Percentiles.of([]) == Percentiles(p50=0.0, p99=0.0)
 
 
@@ -339,6 +346,8 @@ def test_split_by_position_a_latent_cache_holds_eight_times_the_tokens_and_stays
     text = conclusion([few, tensor, crowd(8, 4), context])
     assert text.startswith("dcp=1 saturates at 12 users: up to ")
     assert "; dcp=8 does not saturate, with up to " in text
+    assert text.endswith(f"; at 12 users {context.throughput / tensor.throughput:.2g} x with dcp=8.")
+    assert not conclusion([few]).endswith("with dcp=8.")
 
 
 def test_prompts_held_back_by_the_steps_limits_are_told():
