@@ -171,7 +171,7 @@ def _rows(runner: Runner, sizes: BenchSizes) -> list[Scheduled]:
 
 def _prefill(runner: Runner, row: Scheduled) -> Callable[[], None]:
     """The whole prompt of one request, in chunks as the engine cuts them."""
-    length, most = len(row.request.prompt_token_ids), runner.sizes.max_num_batched_tokens
+    length, most = len(row.request.prompt_token_ids), runner.sizes.limits.max_num_batched_tokens
     chunks = [
         replace(row, start=start, count=min(most, length - start), samples=start + most >= length)
         for start in range(0, length, most)

@@ -62,12 +62,12 @@ def run(flags: Flags) -> int:
     for number, simulator in enumerate(simulators, start=1):
         with status(f"simulating row {number} of {len(rows)}"):
             simulations.append(simulator.run())
-    if flags.get("json"):
-        told = [one.to_dict(timeline=flags.get("timeline", False)) for one in simulations]
-        answer = {"rows": told, "conclusion": conclusion(simulations), "remarks": remarks(simulations)}
-        print(json.dumps(answer, ensure_ascii=False))
-    else:
+    if not flags.get("json"):
         print(spell(to_text(simulations)))
+        return 0
+    told = [one.to_dict(timeline=flags.get("timeline", False)) for one in simulations]
+    answer = {"rows": told, "conclusion": conclusion(simulations), "remarks": remarks(simulations)}
+    print(json.dumps(answer, ensure_ascii=False))
     return 0
 
 

@@ -43,7 +43,7 @@ class LLM:
         self.engine = Engine(
             self.runner,
             num_blocks=sizes.num_blocks,
-            limits=self.runner.limits(self.engine_config),
+            limits=sizes.limits,
             async_scheduling=self.engine_config.async_scheduling,
         )
         self.intake = Intake(

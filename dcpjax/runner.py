@@ -16,14 +16,15 @@ from dcpjax.batch import Batch, Shapes, build, scored_tokens
 from dcpjax.config import EngineConfig
 from dcpjax.devices import ensure_devices, keep_compiled_programs
 from dcpjax.hub import cache_folder
+from dcpjax.limits import step_limits
 from dcpjax.model_files import ModelFiles
-from dcpjax.models import decoder, operations
+from dcpjax.models import decoder
 from dcpjax.models.attention import Runtime
 from dcpjax.models.config import ModelConfig, from_hf
 from dcpjax.models.kv_cache import CacheGeometry, storage_dtype
 from dcpjax.progress import status
 from dcpjax.sampling import Sampled, SamplingBatch
-from dcpjax.scheduler import Limits, Pace, Scheduled
+from dcpjax.scheduler import Limits, Scheduled
 from dcpjax.scoring import shared_count
 from dcpjax.sharding import arrays
 from dcpjax.sharding.arrays import is_spec
@@ -41,7 +42,6 @@ from dcpjax.step import (
 from dcpjax.step_result import StepResult, step_result
 from dcpjax.weights import dummy_weights, load_weights
 
-ATTENTION_COST = 3.0  # time of one of attention's multiply-adds over that of a matrix product's, on CPU
 CPU_CACHE_BYTES = 2**30  # default cache of all virtual CPU devices together
 
 
@@ -60,8 +60,7 @@ class Sizes:
 
     num_blocks: int
     max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    limits: Limits
 
 
 class Runner:
@@ -85,8 +84,8 @@ class Runner:
         self.weights = self._weights(files, engine)
         self.cache = self._empty_cache()
         self.shapes = Shapes(
-            max_rows=self.sizes.max_num_seqs,
-            max_tokens=self.sizes.max_num_batched_tokens,
+            max_rows=self.sizes.limits.max_num_seqs,
+            max_tokens=self.sizes.limits.max_num_batched_tokens,
             table_width=self._table_width(),
         )
         self.latest = self._no_tokens()
@@ -166,18 +165,7 @@ class Runner:
 
     def _no_tokens(self) -> jax.Array:
         """Each seat's newest token, before there is any."""
-        return jax.device_put(np.zeros(self.sizes.max_num_seqs, np.int32), self.place.sharding())
-
-    def limits(self, engine: EngineConfig) -> Limits:
-        """What one step of this model may hold."""
-        relative = operations.per_position(self.config) / operations.per_token(self.config)
-        tokens = engine.max_mixed_prefill_tokens or (64 if self.platform == "cpu" else 512)
-        return Limits(
-            max_num_seqs=self.sizes.max_num_seqs,
-            max_num_batched_tokens=self.sizes.max_num_batched_tokens,
-            pace=Pace(tokens=tokens, per_position=ATTENTION_COST * relative),
-            enable_prefix_caching=engine.enable_prefix_caching,
-        )
+        return jax.device_put(np.zeros(self.sizes.limits.max_num_seqs, np.int32), self.place.sharding())
 
     def _weights(self, files: ModelFiles, engine: EngineConfig) -> Any:
         specs = decoder.weight_specs(self.config, self.layout, self.dtype)
@@ -211,8 +199,14 @@ class Runner:
         return Sizes(
             num_blocks=num_blocks,
             max_model_len=engine.max_model_len or min(limit, capacity),
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens or (512 if self.platform == "cpu" else 2048),
+            limits=step_limits(
+                self.config,
+                self.platform,
+                max_num_seqs=engine.max_num_seqs,
+                max_num_batched_tokens=engine.max_num_batched_tokens,
+                max_mixed_prefill_tokens=engine.max_mixed_prefill_tokens,
+                enable_prefix_caching=engine.enable_prefix_caching,
+            ),
         )
 
     def block_bytes_per_device(self) -> int:

@@ -8,14 +8,12 @@ device.
 from collections.abc import Sequence
 from typing import Any
 
-from dcpjax.models import operations
-from dcpjax.models.config import ModelConfig
+from dcpjax.limits import step_limits
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.outputs import counted
 from dcpjax.plan_model import Model
 from dcpjax.planner import Plan, plan
-from dcpjax.runner import ATTENTION_COST
-from dcpjax.scheduler import Limits, Pace
+from dcpjax.scheduler import Limits
 from dcpjax.sharding.mesh import Layout
 from dcpjax.sim_arrivals import Arrivals
 from dcpjax.sim_cost import StepFloor, head_cost, step_floor
@@ -98,18 +96,14 @@ def _floor(plan: Plan) -> StepFloor:
 
 def _limits(options: SimOptions, plan: Plan) -> Limits:
     """What the engine's runner would allow a step of this model."""
-    on_cpu = plan.hardware.shared
-    return Limits(
+    return step_limits(
+        plan.config,
+        "cpu" if plan.hardware.shared else "accelerator",
         max_num_seqs=options.seats,
-        max_num_batched_tokens=options.max_num_batched_tokens or (512 if on_cpu else 2048),
-        pace=_pace(plan.config, options.max_mixed_prefill_tokens or (64 if on_cpu else 512)),
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_mixed_prefill_tokens=options.max_mixed_prefill_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
     )
-
-
-def _pace(config: ModelConfig, tokens: int) -> Pace:
-    relative = operations.per_position(config) / operations.per_token(config)
-    return Pace(tokens=tokens, per_position=ATTENTION_COST * relative)
 
 
 def _check_fits(plan: Plan) -> None:

@@ -1,7 +1,7 @@
 """Running prompts through a real step, keeping the logits: what the equivalence tests compare."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from dcpjax.outputs import RequestMetrics
 from dcpjax.request import Request
 from dcpjax.runner import Runner
 from dcpjax.sampling_params import SamplingParams
-from dcpjax.scheduler import Limits, Scheduled, Scheduler
+from dcpjax.scheduler import Scheduled, Scheduler
 from dcpjax.step import compile_on_demand, known_tokens
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -108,11 +108,7 @@ class Stepper:
 
     def _queue(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[Scheduler, list[Request]]:
         sizes = self.runner.sizes
-        limits = Limits(
-            max_num_seqs=sizes.max_num_seqs,
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
-            enable_prefix_caching=False,
-        )
+        limits = replace(sizes.limits, pace=None, enable_prefix_caching=False)
         scheduler = Scheduler(BlockManager(sizes.num_blocks), self.runner.geometry, limits)
         requests = [
             Request(

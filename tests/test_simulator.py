@@ -4,23 +4,22 @@ import sys
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from engine_mock import Launch, MockRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpjax import cli_simulate
 from dcpjax.cli import COMMANDS, Command, main
-from dcpjax.config import EngineConfig
-from dcpjax.engine import Engine
+from dcpjax.engine import Engine, StepResult
 from dcpjax.hardware import find_hardware
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.outputs import RequestMetrics
 from dcpjax.plan_floor import floor
 from dcpjax.planner import plan
 from dcpjax.request import Request, Status
-from dcpjax.runner import Runner
 from dcpjax.scheduler import Scheduled
 from dcpjax.sharding.mesh import Layout
 from dcpjax.sim_arrivals import prompt
@@ -177,13 +176,6 @@ def check_totals(simulation: Simulation, requests: Sequence[TraceRequest]) -> No
     if not simulation.preemptions:
         assert sum(step.prefill_tokens for step in timeline) + simulation.prefix_hits == simulation.input_tokens
         assert sum(step.decode_tokens for step in timeline) == simulation.output_tokens - len(requests)
-
-
-def test_limits_are_those_of_the_engines_runner():
-    simulator = Simulator(alike(1), "kimi-k2", **KIMI)
-    sizes = SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=2048)
-    runner = SimpleNamespace(config=simulator.plan.config, platform="gpu", sizes=sizes)
-    assert _limits(simulator.options, simulator.plan) == Runner.limits(runner, EngineConfig())  # type: ignore[arg-type]
 
 
 # Prompts.

@@ -1,0 +1,33 @@
+"""What one step of a model may hold on one kind of machine. Numbers only; knows no arrays and no requests."""
+
+from dcpjax.models import operations
+from dcpjax.models.config import ModelConfig
+from dcpjax.scheduler import Limits, Pace
+
+# Time of one of attention's multiply-adds over that of a matrix product's: measured on CPU, where attention is a
+# loop on one core; accelerators run both on the same units.
+ATTENTION_COST = {"cpu": 3.0}
+
+
+def step_limits(
+    config: ModelConfig,
+    platform: str,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int | None,
+    max_mixed_prefill_tokens: int | None,
+    enable_prefix_caching: bool,
+) -> Limits:
+    """The user's choice, and for what he left open what suits the platform."""
+    on_cpu = platform == "cpu"
+    return Limits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens or (512 if on_cpu else 2048),
+        pace=Pace(
+            tokens=max_mixed_prefill_tokens or (64 if on_cpu else 512),
+            per_position=ATTENTION_COST.get(platform, 1.0)
+            * operations.per_position(config)
+            / operations.per_token(config),
+        ),
+        enable_prefix_caching=enable_prefix_caching,
+    )
