@@ -19,7 +19,8 @@ from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.scheduler import Scheduled
 
 PREFILL_TILE = 64  # query tokens of a prompt that attend together
-SHORT_TILE = 8  # the same, where no chunk is longer than two of these: late in a long context, beside decodes
+SHORT_TILE = 8  # the same, in the smallest steps
+LEAST_TOKENS = 32  # of a step that runs prompts
 
 
 @struct.dataclass
@@ -53,7 +54,14 @@ class Shapes:
 
     def tokens(self, count: int) -> int:
         """N of a step that runs prompts: 32, 64, 128 ..."""
-        return _round_up(count, 32, 2, self.max_tokens)
+        return _round_up(count, LEAST_TOKENS, 2, self.max_tokens)
+
+    def prefill_tile(self, size: int) -> int:
+        """Tokens of a prompt that attend together in a step of N = `size`: few in the smallest steps.
+
+        Those run the end of a long prompt beside decodes, where every token of a tile costs as much as a decode.
+        """
+        return min(size, SHORT_TILE if size <= LEAST_TOKENS else PREFILL_TILE)
 
 
 def _round_up(count: int, least: int, base: int, most: int) -> int:
@@ -69,6 +77,7 @@ def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) ->
     decode_only = shapes.decode_only(step)
     rows = shapes.rows(len(step))
     size = rows if decode_only else shapes.tokens(total)
+    tile = 0 if decode_only else shapes.prefill_tile(size)
     tokens, positions, row_of = (np.full(size, -1, np.int32) for _ in range(3))
     table = np.full((rows, shapes.table_width), -1, np.int32)
     last, seats = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
@@ -82,7 +91,7 @@ def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) ->
         table[row, : len(scheduled.block_table)] = scheduled.block_table
         last[row], seats[row] = end - 1, scheduled.request.seat
         first = end
-    work = Work(positions, row_of, table, _tiles(step, rows, size, decode_only, geometry))  # type: ignore[arg-type]
+    work = Work(positions, row_of, table, _tiles(step, rows, size, tile, geometry))  # type: ignore[arg-type]
     scored = [index for _, index, _ in scored_tokens(step)]
     return Batch(tokens, work, np.concatenate([last, _padded(scored, shapes)]), seats)  # type: ignore[arg-type]
 
@@ -104,15 +113,11 @@ def _padded(indices: Sequence[int], shapes: Shapes) -> np.ndarray:
     return padded
 
 
-def _tiles(
-    step: Sequence[Scheduled], rows: int, size: int, decode_only: bool, geometry: CacheGeometry
-) -> tuple[Tiles, ...]:
-    """Tiles of one token for the decodes; when prompts run too, tiles of many tokens for those."""
+def _tiles(step: Sequence[Scheduled], rows: int, size: int, tile: int, geometry: CacheGeometry) -> tuple[Tiles, ...]:
+    """Tiles of one token for the decodes; when prompts run too, tiles of `tile` tokens for those."""
     decodes = _tiles_of([entry.count == 1 for entry in step], step, 1)
     tiles = [_pack(decodes, 1, rows, geometry)]
-    if not decode_only:
-        longest = max(entry.count for entry in step)
-        tile = SHORT_TILE if longest <= 2 * SHORT_TILE else min(PREFILL_TILE, size)
+    if tile:
         prompts = _tiles_of([entry.count > 1 for entry in step], step, tile)
         tiles.append(_pack(prompts, tile, size // tile + rows, geometry))
     return tuple(tiles)

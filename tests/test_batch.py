@@ -84,13 +84,13 @@ def test_decodes_and_prompts_of_one_step_have_tiles_of_their_own():
 @pytest.mark.parametrize(
     ("counts", "tile"),
     [
-        ((1, 2, 2 * SHORT_TILE), SHORT_TILE),
-        ((1, 2, 2 * SHORT_TILE + 1), 32),  # the whole step
-        ((1, 2, 40), PREFILL_TILE),
+        ((1, 2, 3), SHORT_TILE),
+        ((1, 2, 29), SHORT_TILE),  # the largest of the smallest steps
+        ((1, 2, 30), PREFILL_TILE),
         ((1, 2, 400), PREFILL_TILE),
     ],
 )
-def test_tiles_are_short_where_all_chunks_are_and_never_longer_than_the_step(counts, tile):
+def test_tiles_are_short_in_the_smallest_steps_alone(counts, tile):
     assert built(*(entry(number, 5, count) for number, count in enumerate(counts))).work.tiles[1].size == tile
 
 
