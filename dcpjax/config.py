@@ -9,6 +9,7 @@ from dcpjax.sampling_params import check_option_names
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 CommBackend = Literal["ag_rs", "a2a", "psum"]
+CommChoice = Literal[CommBackend, "auto"]
 LoadFormat = Literal["auto", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -37,7 +38,10 @@ class EngineConfig:
             what `gpu_memory_utilization` leaves beside the weights.
         gpu_memory_utilization: share of an accelerator's memory to use.
         kv_cache_dtype: "auto" is that of the weights.
-        dcp_comm_backend: how ranks merge their partial attention: "ag_rs", "a2a" or "psum".
+        dcp_comm_backend: how ranks merge their partial attention: "ag_rs", "a2a" or "psum"; "auto" takes for each
+            shape of a step the one that the machine's measured links make the fastest ("ag_rs" on CPU).
+        dcp_overlap: merge the decodes of a step in two halves, so that one half's exchange can hide behind the other's
+            attention.
         dcp_replicate_q: keep the query projection whole on each rank: memory for one collective less.
         cp_kv_cache_interleave_size: consecutive positions that one rank stores.
         seed: of the engine; requests without a seed of their own draw theirs from it.
@@ -62,7 +66,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: Dtype = "auto"
-    dcp_comm_backend: CommBackend = "ag_rs"
+    dcp_comm_backend: CommChoice = "ag_rs"
+    dcp_overlap: bool = False
     dcp_replicate_q: bool = False
     cp_kv_cache_interleave_size: int = 1
     seed: int = 0
@@ -84,7 +89,7 @@ class EngineConfig:
                 _positive(name, getattr(self, name))
         _one_of("dtype", self.dtype, get_args(Dtype))
         _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(Dtype))
-        _one_of("dcp_comm_backend", self.dcp_comm_backend, get_args(CommBackend))
+        _one_of("dcp_comm_backend", self.dcp_comm_backend, get_args(CommChoice))
         _one_of("load_format", self.load_format, get_args(LoadFormat))
         _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         _integer("seed", self.seed)
@@ -94,7 +99,7 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], but is {share!r}; use 0.9")
-        for name in ("dcp_replicate_q", "enable_prefix_caching", "async_scheduling"):
+        for name in ("dcp_overlap", "dcp_replicate_q", "enable_prefix_caching", "async_scheduling"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, but is {getattr(self, name)!r}")
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):

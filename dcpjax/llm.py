@@ -12,6 +12,7 @@ from dcpjax.config import EngineConfig
 from dcpjax.engine import Engine
 from dcpjax.intake import Intake, Message, Prompt
 from dcpjax.interrupts import held_interrupts
+from dcpjax.llm_html import describe
 from dcpjax.model_files import ModelFiles, open_model
 from dcpjax.outputs import RequestOutput, StreamEvent
 from dcpjax.progress import bar
@@ -61,6 +62,9 @@ class LLM:
             f"LLM({str(self.files.path)!r}, tp={layout.tp} x dcp={layout.dcp}, {self.runner.dtype}, "
             f"cache {sizes.num_blocks * self.runner.geometry.block_size} tokens)"
         )
+
+    def _repr_html_(self) -> str:
+        return describe(self)
 
     @property
     def max_model_len(self) -> int:

@@ -16,9 +16,11 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from dcpjax.models.kv_cache import AnyCache, Cache, CacheGeometry, locate_chunk
+from dcpjax.sharding.exchange import Link, Merge, MergeSize, fastest
 from dcpjax.sharding.merge import MERGES, Partial, flatten_heads, rank
 from dcpjax.sharding.rules import Placement
 
@@ -59,8 +61,10 @@ class Runtime:
 
     place: Placement
     geometry: CacheGeometry
-    dcp_comm_backend: Literal["ag_rs", "a2a", "psum"] = "ag_rs"
+    dcp_comm_backend: Merge | Literal["auto"] = "ag_rs"
     dcp_replicate_q: bool = False
+    dcp_overlap: bool = False
+    link: Link | None = None  # by which "auto" chooses
     attention_body: Literal["auto", "loop", "gather", "pallas"] = "auto"
 
 
@@ -250,13 +254,56 @@ def attend_on_device(
     """
     with jax.named_scope("cache_write"):
         cache = write(cache, new, work, runtime.geometry, rank())
+    attend, join = bind(_attend, cache, runtime, value_dim), bind(_join, features, runtime)
+    if runtime.dcp_overlap and runtime.place.dcp > 1 and _only_decodes(work):
+        return _in_halves(attend, join, q, work), cache
+    return join(attend(q, work)), cache
+
+
+def _in_halves(
+    attend: Callable[[jax.Array, Work], Partial], join: Callable[[Partial], jax.Array], q: jax.Array, work: Work
+) -> jax.Array:
+    """Attend and merge tokens 0, 2, 4 ... and 1, 3, 5 ... apart: the first half's exchange needs nothing of the
+    second half's attention and can hide behind it (Helix parallelism, Bhatia et al. 2025, HOP-B).
+
+    The exchanges themselves take turns, or the compiler would join them into one that waits for both.
+    """
+    early, late = (attend(q[start::2], _every_other(work, start)) for start in (0, 1))
+    first, late = jax.lax.optimization_barrier((join(early), late))
+    order = np.arange(q.shape[0])
+    joined = jnp.concatenate([first, join(late)])
+    return joined[np.argsort(np.concatenate([order[::2], order[1::2]]))]
+
+
+def _attend(cache: Cache, runtime: Runtime, value_dim: int | None, q: jax.Array, work: Work) -> Partial:
     with jax.named_scope("partial"):
         out, lse = _body(cache, work, runtime)(q, cache, work, runtime.geometry, rank())
-        part = Partial(out[..., :value_dim], lse)
+        return Partial(out[..., :value_dim], lse)
+
+
+def _join(features: int, runtime: Runtime, part: Partial) -> jax.Array:
+    """Merge over dcp: per device [N, H, Y] -> [N, F / dcp]."""
     with jax.named_scope("merge"):
         if runtime.place.dcp == 1:
-            return flatten_heads(part.out, features), cache
-        return MERGES[runtime.dcp_comm_backend](part, features), cache
+            return flatten_heads(part.out, features)
+        merge, (tokens, heads, value_dim) = runtime.dcp_comm_backend, part.out.shape
+        if merge == "auto":
+            merge = fastest(MergeSize(tokens, heads, value_dim, features, runtime.place.dcp), runtime.link)
+        return MERGES[merge](part, features)
+
+
+def _only_decodes(work: Work) -> bool:
+    """Whether the step is two or more single tokens and no more, so that tile i is token i."""
+    return len(work.tiles) == 1 and work.tiles[0].size == 1 and work.positions.shape[0] > 1
+
+
+def _every_other(work: Work, start: int) -> Work:
+    """Tokens `start`, `start` + 2 ...: live tokens come first, so either half gets its share of them."""
+    (tiles,), half = work.tiles, slice(start, None, 2)
+    chosen = Tiles(
+        tiles.start[half] // 2, tiles.row[half], tiles.chunks[half], (tiles.count + 1 - start) // 2, tiles.size
+    )
+    return Work(work.positions[half], work.rows[half], work.block_table, (chosen,))
 
 
 def _body(cache: Cache, work: Work, runtime: Runtime) -> Callable[..., Partial]:
@@ -269,7 +316,7 @@ def _body(cache: Cache, work: Work, runtime: Runtime) -> Callable[..., Partial]:
     # here, not above: Pallas imports this file, is slow to import, and a CPU never needs it
     from dcpjax.models.pallas_attention import paged_partial_kernel, suits
 
-    if suits(cache, work, runtime.geometry, platform):
+    if suits(cache, work, runtime.geometry, platform):  # type: ignore[arg-type]  # this file has two names for pyright
         return bind(paged_partial_kernel, platform=platform)
     if runtime.attention_body == "pallas":
         raise ValueError(

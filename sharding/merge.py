@@ -10,11 +10,13 @@ which is associative and commutative (online softmax, Milakov & Gimelshein 2018;
 """
 
 from collections.abc import Callable
+from functools import reduce
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from dcpjax.sharding.exchange import Merge, MergeSize
 from dcpjax.sharding.mesh import DCP
 
 
@@ -71,18 +73,18 @@ def merge_a2a(part: Partial, features: int) -> jax.Array:
     """
     ranks = jax.lax.axis_size(DCP)
     tokens, heads, head_dim = part.out.shape
-    if heads % ranks == 0 and features == heads * head_dim:
+    if MergeSize(tokens, heads, head_dim, features, ranks).packs:
         packed = jnp.concatenate([part.out, part.lse[..., None]], axis=-1)
         packed = packed.reshape(tokens, ranks, heads // ranks, head_dim + 1)
         received = jax.lax.all_to_all(packed, DCP, split_axis=1, concat_axis=0, tiled=False)
         out, lse = received[..., :-1], received[..., -1]
         share = weight(lse, jax.nn.logsumexp(lse, axis=0, keepdims=True))
-        return jnp.sum(out * share[..., None], axis=0).reshape(tokens, features // ranks)
+        return _sum_over_ranks(out * share[..., None]).reshape(tokens, features // ranks)
     flat = flatten_heads(part.out, features).reshape(tokens, ranks, features // ranks)
     received = jax.lax.all_to_all(flat, DCP, split_axis=1, concat_axis=0, tiled=False)
     every_lse = jax.lax.all_gather(part.lse, DCP)
     share = weight(every_lse, jax.nn.logsumexp(every_lse, axis=0, keepdims=True))
-    return jnp.sum(received * own_features(_per_feature(share, head_dim, features)), axis=0)
+    return _sum_over_ranks(received * own_features(_per_feature(share, head_dim, features)))
 
 
 def merge_psum(part: Partial, features: int) -> jax.Array:
@@ -96,6 +98,11 @@ def merge_psum(part: Partial, features: int) -> jax.Array:
     out = jax.lax.psum(part.out * share[..., None], DCP)
     out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
     return own_features(flatten_heads(out, features))
+
+
+def _sum_over_ranks(x: jax.Array) -> jax.Array:
+    """[dcp, ...] -> [...]. One after another, which XLA's CPU backend vectorises and a sum over a first axis is not."""
+    return reduce(jnp.add, [x[other] for other in range(x.shape[0])])
 
 
 def _per_feature(share: jax.Array, head_dim: int, features: int) -> jax.Array:
@@ -116,7 +123,7 @@ def own_features(flat: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(flat, rank() * size, size, axis=-1)
 
 
-MERGES: dict[str, Callable[[Partial, int], jax.Array]] = {
+MERGES: dict[Merge, Callable[[Partial, int], jax.Array]] = {
     "ag_rs": merge_ag_rs,
     "a2a": merge_a2a,
     "psum": merge_psum,

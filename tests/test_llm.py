@@ -396,13 +396,9 @@ def test_completions_of_one_prompt_compute_it_once(folder: Path) -> None:
     [
         {"enable_prefix_caching": False},
         {"async_scheduling": False},
-        {"max_num_batched_tokens": 16},
-        {"max_mixed_prefill_tokens": 8},
-        {"kv_cache_memory_bytes": 2**16, "max_model_len": 128},
-        {"tensor_parallel_size": 1, "decode_context_parallel_size": 1},
+        {"max_num_batched_tokens": 16, "max_mixed_prefill_tokens": 8},
+        {"kv_cache_memory_bytes": 2**16, "max_model_len": 128},  # preempts
         {"tensor_parallel_size": 3, "decode_context_parallel_size": 1},
-        {"dcp_comm_backend": "a2a"},
-        {"dcp_comm_backend": "psum"},
     ],
     ids=str,
 )

@@ -1,0 +1,128 @@
+"""What a cache of the same size per device serves: tensor parallelism beside dcp, at rising concurrency.
+
+    python scripts/bench_capacity.py TRACE.jsonl --concurrency 1 4 16 --kv-cache-memory-bytes 6MiB
+
+TRACE is a Mooncake file, replayed as `bench_trace.py` does; without one a made-up trace of long prompts runs. A layout
+that holds fewer tokens runs fewer requests at once and preempts more, which is what rising concurrency shows. Prompts
+should be longer than a chunk of attention on every rank (128 slots x dcp): shorter ones leave ranks little to share.
+Small models with dummy weights on this machine's devices, virtual ones on CPU; ratios are to the first layout.
+"""
+
+import argparse
+import os
+import platform
+import random
+import statistics
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from bench_trace import SHAPES, Replay, run
+
+from dcpjax import LLM
+from dcpjax.trace import MOONCAKE_TOKENS_PER_HASH, TraceRequest, read_trace, scaled
+
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def main() -> None:
+    options = _options()
+    trace = read_trace(options.trace, options.limit) if options.trace else made_up(options.limit, seed=0)
+    requests = scaled(trace, options.scale)
+    lengths = [request.input_length for request in requests]
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}")
+    print(
+        f"{options.model}, {len(requests)} requests of {min(lengths)} .. {max(lengths)} tokens (median "
+        f"{int(statistics.median(lengths))}), {options.kv_cache_memory_bytes:,} bytes of cache per device"
+    )
+    print(
+        "at once | tp x dcp | cache, tokens | tokens/s  ratio | cache use | running | gap ms  p50  ratio    p99 "
+        "| preempted"
+    )
+    for concurrency in options.concurrency:
+        first: Replay | None = None
+        for tp, dcp in options.layouts:
+            llm = make_llm(tp, dcp, concurrency, options)
+            run(llm, requests)  # compiles what the trace needs, at every number of running requests
+            before = llm.stats().preemptions
+            replay = run(llm, requests)
+            first = first or replay
+            print(_row(llm, concurrency, (tp, dcp), replay, first, llm.stats().preemptions - before), flush=True)
+
+
+def made_up(count: int, seed: int) -> list[TraceRequest]:
+    """Prompts of 32K to 128K tokens and answers of 2K to 4K, no two of which begin alike."""
+    draw = random.Random(seed)
+    lengths = [int(32768 * 4 ** draw.random()) for _ in range(count)]
+    hashes = iter(range(10**9))
+    return [
+        TraceRequest(
+            timestamp=0.0,
+            input_length=length,
+            output_length=draw.randrange(2048, 4096),
+            hash_ids=tuple(next(hashes) for _ in range(-(-length // MOONCAKE_TOKENS_PER_HASH))),
+        )
+        for length in lengths
+    ]
+
+
+def make_llm(tp: int, dcp: int, concurrency: int, options: argparse.Namespace) -> LLM:
+    preset, shape = SHAPES[options.model]
+    return LLM(
+        preset,
+        load_format="dummy",
+        hf_overrides=shape | {"num_hidden_layers": options.layers, "dtype": "float32"},
+        tensor_parallel_size=tp * dcp,
+        decode_context_parallel_size=dcp,
+        block_size=options.block_size,
+        kv_cache_memory_bytes=options.kv_cache_memory_bytes,
+        max_num_seqs=concurrency,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        progress=False,
+    )
+
+
+def _row(llm: LLM, concurrency: int, layout: tuple[int, int], replay: Replay, first: Replay, preempted: int) -> str:
+    tokens = llm.runner.sizes.num_blocks * llm.runner.geometry.block_size
+    rate, base = replay.generated / replay.seconds, first.generated / first.seconds
+    gap, first_gap = _at(replay.gaps, 50), _at(first.gaps, 50)
+    return (
+        f"{concurrency:7} | {layout[0]:2} x {layout[1]:<3} | {tokens:13,} | {rate:8.1f}  {rate / base:4.2f}x | "
+        f"{statistics.mean(replay.cache_usage):9.0%} | {statistics.mean(replay.running):7.1f} | "
+        f"{gap * 1e3:11.1f}  {gap / first_gap:4.2f}x {_at(replay.gaps, 99) * 1e3:6.1f} | {preempted:9}"
+    )
+
+
+def _at(values: Sequence[float], percent: float) -> float:
+    return float(np.percentile(values, percent)) if values else float("nan")
+
+
+def _bytes(text: str) -> int:
+    for unit, size in UNITS.items():
+        if text.endswith(unit):
+            return int(text.removesuffix(unit)) * size
+    return int(text)
+
+
+def _layout(text: str) -> tuple[int, int]:
+    tp, dcp = text.split(",")
+    return int(tp), int(dcp)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", nargs="?", help="a Mooncake file; without one a made-up trace runs")
+    parser.add_argument("--model", choices=SHAPES, default="mla")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layouts", type=_layout, nargs="+", default=[(8, 1), (1, 8)], metavar="TP,DCP")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--scale", type=int, default=32, help="divides every length of the trace")
+    parser.add_argument("--limit", type=int, default=16, help="requests")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--kv-cache-memory-bytes", type=_bytes, default=_bytes("6MiB"), metavar="BYTES")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=256)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
