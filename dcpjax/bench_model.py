@@ -23,7 +23,7 @@ from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.outputs import RequestMetrics, counted
 from dcpjax.plan_sizes import block_bytes
 from dcpjax.request import Request
-from dcpjax.runner import Runner, resolve_dtype
+from dcpjax.runner import Runner, overridden, resolve_dtype
 from dcpjax.sampling_params import SamplingParams
 from dcpjax.scheduler import Scheduled
 from dcpjax.sharding.mesh import Layout, check_layout
@@ -89,7 +89,7 @@ def bench(
 ) -> Bench:
     """Measure each layout in turn. Raises ValueError for an illegal one before any weight is read."""
     files = open_model(model)
-    config = from_hf(files.config)
+    config = from_hf(overridden(files.config, options.get("hf_overrides") or {}))
     engines = [_engine(config, layout, sizes, options) for layout in layouts]
     ensure_devices(max(layout.devices for layout in layouts))
     runner, rows = None, []

@@ -35,7 +35,7 @@ def test_a_size_that_may_be_left_to_the_engine_may_be_none(name):
     [
         ("dtype", "auto, float32, bfloat16"),
         ("kv_cache_dtype", "auto, float32, bfloat16"),
-        ("dcp_comm_backend", "ag_rs, a2a, psum"),
+        ("dcp_comm_backend", "ag_rs, a2a, psum, auto"),
         ("load_format", "auto, dummy"),
     ],
 )

@@ -1,7 +1,11 @@
 """A whole batch job with a tiny model: records equal what the library gives, whatever interrupted the job."""
 
 import json
+import random
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +137,36 @@ def test_an_interrupted_job_ends_with_the_same_texts(tmp_path, engine):
         texts.append([body["choices"][0]["text"] for body in bodies(folder)])
     assert texts[0] == texts[1]
     assert len(set(texts[0])) > 6
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_the_real_engine_killed_at_random_moments_answers_every_line_once_and_alike(tmp_path, model, kills):
+    lines = [{"prompt": f"line {number}", "temperature": 1, "max_tokens": 60} for number in range(20 + 20 * kills)]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
+    flags = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    job = [sys.executable, "-m", "dcpjax", "batch", tmp_path / "in", "-o", tmp_path / "out", "--model", model, "-q"]
+    dice = random.Random(kills)
+    for _ in range(kills):
+        with subprocess.Popen([*job, "--resume", *flags], stderr=subprocess.DEVNULL) as process:
+            _wait_for_records(process, tmp_path / "out", dice.randint(1, 10))
+            process.kill()
+    subprocess.run([*job, "--resume", "--ordered", *flags], check=True, timeout=600)
+    killed = [body["choices"][0]["text"] for body in bodies(tmp_path)]
+    (tmp_path / "out").unlink()
+    subprocess.run([*job, "--ordered", *flags], check=True, timeout=600)
+    assert killed == [body["choices"][0]["text"] for body in bodies(tmp_path)]
+    assert len(killed) == len(lines)
+
+
+def _wait_for_records(process: subprocess.Popen, output: Path, more: int) -> None:
+    """Until so many further lines are there, or the job is over."""
+    wanted = _lines(output) + more
+    while process.poll() is None and _lines(output) < wanted:
+        time.sleep(0.02)
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def test_the_function_runs_a_file_from_beginning_to_end(tmp_path, model):

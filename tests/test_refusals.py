@@ -42,7 +42,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         "= 1 * 16 = 16, but is 24; use 32",
     ),
     ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16, but is 'float16'"),
-    ({"dcp_comm_backend": "nccl"}, "dcp_comm_backend must be one of ag_rs, a2a, psum, but is 'nccl'"),
+    ({"dcp_comm_backend": "nccl"}, "dcp_comm_backend must be one of ag_rs, a2a, psum, auto, but is 'nccl'"),
     ({"tensor_paralel_size": 8}, "unknown option 'tensor_paralel_size'; did you mean tensor_parallel_size?"),
     ({"trust_remote_code": True}, "unknown option 'trust_remote_code'"),
     ({"max_model_len": 513}, "max_model_len must be at most the model's 512 positions, but is 513; use 512"),
