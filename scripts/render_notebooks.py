@@ -72,8 +72,8 @@ def is_rendered(script: Path) -> bool:
 
 def render(script: Path) -> None:
     """Run the cells in a new kernel, in the folder of the script, and write them with their output."""
-    import nbformat
-    from nbclient import NotebookClient
+    import nbformat  # pyright: ignore[reportMissingImports]
+    from nbclient import NotebookClient  # pyright: ignore[reportMissingImports]
 
     book = nbformat.v4.new_notebook()
     book.cells = [_cell(kind, source, number) for number, (kind, source) in enumerate(cells_of(script))]
@@ -84,7 +84,7 @@ def render(script: Path) -> None:
 
 
 def _cell(kind: str, source: str, number: int) -> Any:
-    import nbformat
+    import nbformat  # pyright: ignore[reportMissingImports]
 
     make = nbformat.v4.new_code_cell if kind == "code" else nbformat.v4.new_markdown_cell
     return make(source, id=f"cell-{number}")
