@@ -7,6 +7,8 @@ from dcpjax.scheduler import Limits, Pace
 # Time of one of attention's multiply-adds over that of a matrix product's: measured on CPU, where attention is a
 # loop on one core; accelerators run both on the same units.
 ATTENTION_COST = {"cpu": 3.0}
+# Tokens of a step of decodes and prompts on CPU: the smallest bucket, whose products cost little more than a decode's.
+MIXED_STEP = 32
 
 
 def step_limits(
@@ -28,6 +30,7 @@ def step_limits(
             per_position=ATTENTION_COST.get(platform, 1.0)
             * operations.per_position(config)
             / operations.per_token(config),
+            step_tokens=MIXED_STEP if on_cpu and not max_mixed_prefill_tokens else None,
         ),
         enable_prefix_caching=enable_prefix_caching,
     )

@@ -38,6 +38,7 @@ class Pace:
     tokens: int
     # what a token's attention to one position costs, as a fraction of the rest of the token's work
     per_position: float = 0.0
+    step_tokens: int | None = None  # most tokens of such a step, however cheap; None: as many as fit
 
     def fitting(self, work: float, start: int) -> int:
         """Tokens of a prompt, from position `start` on, that `work` pays for."""
@@ -156,10 +157,9 @@ class Scheduler:
         """Allow prompts a bucket's remainder beside decodes, at least half of it."""
         decodes, pace = len(draft.entries), self.limits.pace
         if pace and any(request.num_pending == 1 and request.goes_on for request in self.running):
-            size = pace.tokens
-            while size - decodes < size // 2:
-                size *= 2
-            draft.prompt_work_left = size - decodes
+            draft.prompt_work_left = _beside(decodes, pace.tokens)
+            if pace.step_tokens:
+                draft.tokens_left = min(draft.tokens_left, _beside(decodes, pace.step_tokens))
 
     def _continue(self, request: Request, draft: Draft) -> None:
         """Put a running request's next tokens into the step, if it still runs once there is room."""
@@ -284,6 +284,13 @@ class Scheduler:
         if last and stop % size:
             self.blocks.hold(table[stop // size], Content(keys[-1], tuple(request.tokens(stop // size * size, stop))))
         request.num_held = stop if last else stop // size * size
+
+
+def _beside(decodes: int, size: int) -> int:
+    """What `size` leaves beside the decodes; at least half of it, doubled as often as that takes."""
+    while size - decodes < size // 2:
+        size *= 2
+    return size - decodes
 
 
 def _order(request: Request) -> tuple[int, int]:

@@ -662,3 +662,13 @@ def test_blocks_fill_the_ranks_evenly(seed, split):
         assert len(counts) == dcp
         partial = sum(count % 16 > 0 for count in tokens)
         assert max(counts) - min(counts) <= interleave * partial
+
+
+def test_a_step_that_also_decodes_is_no_larger_than_the_pace_says_and_one_that_does_not_is():
+    pace = Pace(tokens=64, step_tokens=8)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, pace=pace)
+    plan = Scheduler(BlockManager(100), CacheGeometry(block_size=BLOCK), limits)
+    add(plan, 3, 40)
+    assert shown(advance(plan)) == [(0, 0, 3), (1, 0, 40)]  # nobody decodes yet
+    plan.add(request(2, 50))
+    assert shown(advance(plan)) == [(0, 3, 1), (1, 40, 1), (2, 0, 6)]
