@@ -596,7 +596,9 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize(("params", "expected"), PARTS, ids=str)
+@pytest.mark.parametrize(
+    ("params", "expected"), PARTS, ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else None
+)
 def test_parts_that_nobody_asks_for_are_absent(params, expected):
     assert parts(build([request(greedy()), request(params)], 4)) == expected
 
