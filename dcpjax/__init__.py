@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dcpjax.outputs import CompletionOutput, RequestOutput, StreamEvent
     from dcpjax.planner import plan
     from dcpjax.sampling_params import SamplingParams
+    from dcpjax.simulator import simulate
     from dcpjax.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "generate",
     "plan",
     "run_batch",
+    "simulate",
 ]
 
 _HOME = {
@@ -37,6 +39,7 @@ _HOME = {
     "StructuredOutputsParams": "dcpjax.structured_outputs",
     "plan": "dcpjax.planner",
     "run_batch": "dcpjax.jsonl_run",
+    "simulate": "dcpjax.simulator",
 }
 
 

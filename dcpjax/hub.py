@@ -198,26 +198,36 @@ def _sha256(file: IO[bytes]) -> str:
 
 def _hub_snapshot(name: str, cache_dir: Path | None) -> Path:
     """Only JSON, safetensors and Jinja files of the top folder: no code, no pickles."""
+    hub = hub_library(name)
     try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ValueError(
-            f"{name} is no local path, and hub ids need huggingface_hub; pip install 'dcpjax[hub]'"
-        ) from error
-    try:
-        folder = snapshot_download(
+        folder = hub.snapshot_download(
             name,
             cache_dir=cache_dir and cache_dir / "hub",
             allow_patterns=["*.json", "*.safetensors", "*.jinja"],
             ignore_patterns=["*/*", "consolidated*"],
         )
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
-            f"model must be a local path or a model on the hub, but {name} is no path, and the hub "
-            f"did not give it: {reason[0]}"
-        ) from error
+        raise not_given(name, error) from error
     return Path(folder)
+
+
+def hub_library(name: str) -> Any:
+    """huggingface_hub, which an extra installs. Raises ValueError for the hub id `name` if it is missing."""
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ValueError(
+            f"{name} is no local path, and hub ids need huggingface_hub; pip install 'dcpjax[hub]'"
+        ) from error
+    return huggingface_hub
+
+
+def not_given(
+    name: str, error: Exception, *, what: str = "it", kinds: str = "a local path or a model on the hub"
+) -> ValueError:
+    """What to raise for a hub id that the hub refused, with the first line of its reason."""
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return ValueError(f"model must be {kinds}, but {name} is no path, and the hub did not give {what}: {reason[0]}")
 
 
 def _unknown_model(name: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dcpjax.gguf_file import GGUFHeader, read_header
-from dcpjax.hub import ALIASES, HUB_ID, read_json
+from dcpjax.hub import ALIASES, HUB_ID, hub_library, not_given, read_json
 from dcpjax.model_files import ModelFiles, open_model
 from dcpjax.models.config import ModelConfig, from_hf
 from dcpjax.plan_sizes import ONE, block_bytes, weight_parts
@@ -186,37 +186,25 @@ def _gguf_quantisation(header: GGUFHeader | None, stored: Mapping[str, Stored] |
 
 def _hub_folder(name: str) -> str:
     """A hub id's configs, tokenizer and whatever of its weights has been fetched before."""
+    hub = hub_library(name)
     try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ValueError(
-            f"{name} is no local path, and hub ids need huggingface_hub; pip install 'dcpjax[hub]'"
-        ) from error
-    try:
-        return snapshot_download(name, allow_patterns=["*.json", "*.jinja"], ignore_patterns=["*/*", "consolidated*"])
+        return hub.snapshot_download(
+            name, allow_patterns=["*.json", "*.jinja"], ignore_patterns=["*/*", "consolidated*"]
+        )
     except Exception as error:
-        raise ValueError(_not_given(name, error)) from error
+        raise not_given(name, error) from error
 
 
 def _hub_tensors(name: str) -> Iterable[tuple[str, int]]:
     """The hub sends the first bytes of each file, which say what it holds."""
-    from huggingface_hub import get_safetensors_metadata
-
+    hub = hub_library(name)
     try:
-        metadata = get_safetensors_metadata(name)
+        metadata = hub.get_safetensors_metadata(name)
     except Exception as error:
-        raise ValueError(_not_given(name, error)) from error
+        raise not_given(name, error) from error
     for file in metadata.files_metadata.values():
         for tensor in file.tensors.values():
             yield tensor.dtype, tensor.data_offsets[1] - tensor.data_offsets[0]
-
-
-def _not_given(name: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines() or [type(error).__name__]
-    return (
-        f"model must be a local path or a model on the hub, but {name} is no path, and the hub did not give it: "
-        f"{reason[0]}"
-    )
 
 
 def _folder_vocabulary(folder: Path) -> Vocabulary | None:

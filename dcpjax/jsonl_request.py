@@ -13,7 +13,9 @@ from hashlib import blake2b
 from typing import Any, Literal, NoReturn
 
 from dcpjax.jsonl_lines import Line
+from dcpjax.response_format import BODY_OPTIONS, from_body
 from dcpjax.sampling_params import SamplingParams, check_option_names
+from dcpjax.structured_outputs import StructuredOutputsParams
 
 Kind = Literal["chat", "completion"]
 KINDS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
@@ -40,14 +42,6 @@ SAMPLING = (
     "include_stop_str_in_output",
     "prompt_logprobs",
 )
-STRUCTURE = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
 IGNORED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 NEUTRAL: dict[str, Any] = {  # legal at the value that changes nothing
     "best_of": 1,
@@ -58,7 +52,17 @@ NEUTRAL: dict[str, Any] = {  # legal at the value that changes nothing
     "suffix": "",
     "use_beam_search": False,
 }
-_COMMON = (*SAMPLING, *STRUCTURE, *IGNORED, *NEUTRAL, "max_tokens", "logit_bias", "logprobs", "cache_salt", "priority")
+_COMMON = (
+    *SAMPLING,
+    *BODY_OPTIONS,
+    *IGNORED,
+    *NEUTRAL,
+    "max_tokens",
+    "logit_bias",
+    "logprobs",
+    "cache_salt",
+    "priority",
+)
 OPTIONS: dict[Kind, tuple[str, ...]] = {
     "chat": (
         *_COMMON,
@@ -261,16 +265,9 @@ def _logit_bias(value: Any) -> dict[int, Any]:
 
 
 def _structure(options: Mapping[str, Any]) -> dict[str, Any]:
-    asked = {name: options[name] for name in STRUCTURE if name in options}
-    if not asked:
-        return {}
-    from dcpjax.response_format import from_body
-
-    arguments = from_body(asked)
+    arguments = from_body(options)
     if not arguments:
         return {}
-    from dcpjax.structured_outputs import StructuredOutputsParams
-
     return {"structured_outputs": StructuredOutputsParams(**arguments)}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dcpjax.hub import ALIASES, HUB_ID, read_json
+from dcpjax.hub import ALIASES, HUB_ID, hub_library, not_given, read_json
 from dcpjax.model_files import open_model
 from dcpjax.models.config import ModelConfig, from_hf
 from dcpjax.plan_options import PlanOptions
@@ -56,17 +56,9 @@ def _raw_config(model: Model) -> Mapping[str, Any]:
 
 
 def _fetched_config(name: str) -> Path:
+    hub = hub_library(name)
     try:
-        from huggingface_hub import hf_hub_download
-    except ImportError as error:
-        raise ValueError(
-            f"{name} is no local path, and hub ids need huggingface_hub; pip install 'dcpjax[hub]'"
-        ) from error
-    try:
-        return Path(hf_hub_download(name, "config.json"))
+        return Path(hub.hf_hub_download(name, "config.json"))
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
-            f"model must be a preset ({', '.join(PRESETS)}), a local path or a model on the hub, but {name} is no "
-            f"path, and the hub did not give its config.json: {reason[0]}"
-        ) from error
+        kinds = f"a preset ({', '.join(PRESETS)}), a local path or a model on the hub"
+        raise not_given(name, error, what="its config.json", kinds=kinds) from error

@@ -141,10 +141,10 @@ class Runner:
 
     def _prompt_scores(self, step: Sequence[Scheduled], logits: jax.Array, batch: Batch) -> Any:
         """Log-probabilities of the prompt tokens that follow the scored ones, None if nobody wants any."""
-        scored = scored_tokens(step)
-        if not scored:
-            return None
         rows = batch.seats.shape[0]
+        if batch.last.shape[0] == rows:
+            return None
+        scored = scored_tokens(step)
         targets = np.full(batch.last.shape[0] - rows, -1, np.int32)
         targets[: len(scored)] = [step[row].request.prompt_token_ids[position + 1] for row, _, position in scored]
         wanted = [entry.request.params.prompt_logprobs for entry in step if entry.request.scores_prompt]

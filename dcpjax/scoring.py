@@ -40,6 +40,3 @@ def score(logits: jax.Array, tokens: jax.Array, num_logprobs: int) -> Logprobs:
     rank = jnp.sum(logprobs >= chosen, axis=-1, dtype=jnp.int32)
     top, top_ids = jax.lax.top_k(logprobs, logits.shape[1] if num_logprobs == -1 else num_logprobs)
     return Logprobs(chosen[:, 0], rank, top_ids, top)
-
-
-score_prompt = jax.jit(score, static_argnames="num_logprobs")

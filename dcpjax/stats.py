@@ -19,7 +19,6 @@ class Counters:
     preemptions: int = 0
     steps: int = 0
     seconds: float = 0.0
-    compile_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

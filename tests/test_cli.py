@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from small_models import NINE_HEADS
 
 import dcpjax
 import dcpjax.llm
@@ -572,18 +573,8 @@ def command(*arguments, python=(), **options):
 @pytest.fixture
 def nine_heads(tmp_path):
     """A model folder of nothing but a config: nine query heads, three KV heads."""
-    config = {
-        "model_type": "llama",
-        "vocab_size": 32,
-        "hidden_size": 36,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "max_position_embeddings": 64,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert open_model(tmp_path).config == config
+    (tmp_path / "config.json").write_text(json.dumps(NINE_HEADS))
+    assert open_model(tmp_path).config == NINE_HEADS
     return str(tmp_path)
 
 

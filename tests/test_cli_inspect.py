@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from harness import GOLDENS
 from safetensors.numpy import save_file
+from small_models import NINE_HEADS
 
 from dcpjax.cli import main
 from dcpjax.inspect_model import inspect_model
@@ -16,17 +17,7 @@ from dcpjax.sharding.mesh import Layout
 from dcpjax.weight_files import SafetensorsSource
 
 FAMILIES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
-DENSE = {
-    "model_type": "llama",
-    "vocab_size": 32,
-    "hidden_size": 36,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 64,
-    "torch_dtype": "bfloat16",
-}
+DENSE = {**NINE_HEADS, "torch_dtype": "bfloat16"}
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 import subprocess
 import sys
 import time
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import GOLDENS
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from small_models import character_model
 
 from dcpjax.jsonl_engine import BatchEngine, open_batch_engine
 from dcpjax.jsonl_job import Serving
@@ -21,9 +19,6 @@ from dcpjax.jsonl_run import BatchFiles, run_batch, run_files
 from dcpjax.jsonl_tally import Tally
 from dcpjax.sampling_params import SamplingParams
 
-TEMPLATE = (
-    "{% for message in messages %}<u>{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "kv_cache_memory_bytes": 2**20,
@@ -35,19 +30,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A golden checkpoint with printable characters as tokens."""
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    shutil.copytree(GOLDENS / "smollm2", path)
-    characters = ["Ġ", "Ċ", *(chr(code) for code in range(33, 127))]
-    vocabulary = {token: number for number, token in enumerate(["<e>", "<u>", "<a>", *characters])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<e>", "<u>", "<a>")])
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<e>", "chat_template": TEMPLATE}))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "top_k": 7}))
-    return path
+    return character_model(tmp_path_factory.mktemp("model") / "tiny", top_k=7)
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from dcpjax.jsonl_request import (
     NEUTRAL,
     OPTIONS,
     SAMPLING,
-    STRUCTURE,
     BatchRequest,
     RecordError,
     parse_record,
     read_custom_id,
     read_request,
 )
+from dcpjax.response_format import BODY_OPTIONS
 from dcpjax.sampling_params import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -147,7 +147,7 @@ def test_logit_bias_has_token_ids_as_keys():
     ],
 )
 def test_structure_is_asked_for_in_any_of_its_names(options, expected):
-    assert set(options) <= set(STRUCTURE)
+    assert set(options) <= set(BODY_OPTIONS)
     found = chat(**options).sampling.structured_outputs
     assert (found and {name: getattr(found, name) for name in expected}) == expected
 

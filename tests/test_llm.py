@@ -1,39 +1,22 @@
 """The public interface on a tiny model with a tokenizer of one character per token."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from harness import GOLDENS
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from small_models import character_model
 
 import dcpjax
 from dcpjax import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 
-TEMPLATE = (
-    "{% for message in messages %}<u>{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights of a golden checkpoint (vocabulary 101), printable characters as tokens, three control tokens."""
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    shutil.copytree(GOLDENS / "smollm2", path)
-    characters = ["Ġ", "Ċ", *(chr(code) for code in range(33, 127))]
-    vocabulary = {token: number for number, token in enumerate(["<e>", "<u>", "<a>", *characters])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<e>", "<u>", "<a>")])
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<e>", "chat_template": TEMPLATE}))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
-    return path
+    return character_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dcpjax.logprobs import Logprob, to_logprobs
 from dcpjax.sampling import SamplingBatch, sample
 from dcpjax.sampling_params import SamplingParams
-from dcpjax.scoring import score, score_prompt, shared_count
+from dcpjax.scoring import score, shared_count
 
 VOCAB = 12
 SEEDS = st.integers(0, 2**32 - 1)
@@ -59,7 +59,7 @@ def test_equally_likely_tokens_share_the_worst_of_their_ranks():
 
 def test_prompt_scores_ignore_padding_and_score_row_i_for_target_i():
     logits = random_logits(3)
-    found = score_prompt(logits, np.array([5, 0, 11, -1], np.int32), num_logprobs=1)
+    found = scored(logits, np.array([5, 0, 11, -1], np.int32), num_logprobs=1)
     np.testing.assert_allclose(found.chosen[:3], log_softmax(logits)[range(3), [5, 0, 11]], atol=1e-5)
     np.testing.assert_array_equal(found.top_ids[:, 0], logits.argmax(1))
     assert np.isfinite(found.chosen).all()

@@ -1,6 +1,7 @@
 """Experts of one device: equal to a loop over experts, independent of neighbours, work by the tokens routed."""
 
 import re
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_models import PLAIN_EXPERTS
 
 from dcpjax.models import moe
-from dcpjax.models.config import MoEConfig
 
 TOKENS, CHOICES, EXPERTS, MODEL, FFN, TILE = 6, 3, 5, 16, 12, 4
 
@@ -187,19 +188,7 @@ def test_weights_are_neither_copied_nor_widened(dtype):
     ("tokens", "experts", "size"), [(1, 384, 1), (8, 384, 8), (3, 8, 4), (512, 256, 16), (4096, 64, 128), (2, 2, 2)]
 )
 def test_a_tile_is_a_power_of_two_near_the_tokens_of_an_expert(tokens, experts, size):
-    config = MoEConfig(
-        experts=experts,
-        experts_per_token=min(8, experts),
-        intermediate_size=1,
-        shared_size=0,
-        scoring="softmax",
-        correction_bias=False,
-        groups=1,
-        groups_per_token=1,
-        normalise=False,
-        scale=1.0,
-        dense_layers=frozenset(),
-    )
+    config = replace(PLAIN_EXPERTS, experts=experts, experts_per_token=min(8, experts))
     assert moe.tile_size(tokens, config) == size
 
 

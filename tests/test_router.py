@@ -7,31 +7,21 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from small_models import PLAIN_EXPERTS
 
 from dcpjax.models.config import MoEConfig
 from dcpjax.models.router import route
 
-GREEDY = MoEConfig(
-    experts=10,
-    experts_per_token=3,
-    intermediate_size=1,
-    shared_size=0,
-    scoring="softmax",
-    correction_bias=False,
-    groups=1,
-    groups_per_token=1,
-    normalise=False,
-    scale=1.0,
-    dense_layers=frozenset(),
-)
 KINDS = {
-    "softmax greedy": GREEDY,
-    "softmax normalised": replace(GREEDY, normalise=True),
-    "softmax scaled": replace(GREEDY, scale=1.6, experts_per_token=1),
-    "group-limited greedy": replace(GREEDY, groups=5, groups_per_token=2, scale=16.0),
-    "sigmoid without groups": replace(GREEDY, scoring="sigmoid", correction_bias=True, normalise=True, scale=2.827),
+    "softmax greedy": PLAIN_EXPERTS,
+    "softmax normalised": replace(PLAIN_EXPERTS, normalise=True),
+    "softmax scaled": replace(PLAIN_EXPERTS, scale=1.6, experts_per_token=1),
+    "group-limited greedy": replace(PLAIN_EXPERTS, groups=5, groups_per_token=2, scale=16.0),
+    "sigmoid without groups": replace(
+        PLAIN_EXPERTS, scoring="sigmoid", correction_bias=True, normalise=True, scale=2.827
+    ),
     "sigmoid with groups": replace(
-        GREEDY,
+        PLAIN_EXPERTS,
         experts=12,
         experts_per_token=4,
         scoring="sigmoid",
@@ -41,7 +31,9 @@ KINDS = {
         normalise=True,
         scale=2.5,
     ),
-    "sigmoid not normalised": replace(GREEDY, scoring="sigmoid", correction_bias=True, groups=2, groups_per_token=1),
+    "sigmoid not normalised": replace(
+        PLAIN_EXPERTS, scoring="sigmoid", correction_bias=True, groups=2, groups_per_token=1
+    ),
 }
 TIE = 1e-5
 
@@ -106,5 +98,5 @@ def test_a_group_beats_a_better_expert_by_its_two_best():
 
 
 def test_equal_scores_go_to_the_first_experts():
-    ids, _ = route(jax.numpy.zeros((1, 10)), None, GREEDY)
+    ids, _ = route(jax.numpy.zeros((1, 10)), None, PLAIN_EXPERTS)
     assert ids.tolist() == [[0, 1, 2]]

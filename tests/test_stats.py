@@ -14,6 +14,7 @@ def snapshot(**changes) -> EngineStats:
         "num_cached_blocks": 20,
         "block_size": 256,
         "tokens_per_rank": (1024, 1023),
+        "compile_seconds": 2.1,
     }
     counters = Counters(
         prefix_queries=700,
@@ -23,7 +24,6 @@ def snapshot(**changes) -> EngineStats:
         preemptions=1,
         steps=30,
         seconds=4.0,
-        compile_seconds=2.1,
     )
     return EngineStats(**(values | asdict(counters) | changes))
 
