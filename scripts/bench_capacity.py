@@ -1,10 +1,11 @@
 """What a cache of the same size per device serves: tensor parallelism beside dcp, at rising concurrency.
 
-    python scripts/bench_capacity.py TRACE.jsonl --concurrency 1 4 16 --kv-cache-memory-bytes 6MiB
+    python scripts/bench_capacity.py TRACE.jsonl --concurrency 1 8 --kv-cache-memory-bytes 6MiB
 
-TRACE is a Mooncake file, replayed as `bench_trace.py` does; without one a made-up trace of long prompts runs. A layout
-that holds fewer tokens runs fewer requests at once and preempts more, which is what rising concurrency shows. Prompts
-should be longer than a chunk of attention on every rank (128 slots x dcp): shorter ones leave ranks little to share.
+TRACE is a Mooncake file, replayed as `bench_trace.py` does; without one made-up agents run, each of which sends its
+long history again with every turn. A layout that holds fewer tokens runs fewer requests at once, preempts more and
+forgets histories before they return, which is what rising concurrency shows. Prompts should be longer than a chunk of
+attention on every rank (128 slots x dcp): shorter ones leave ranks little to share.
 Small models with dummy weights on this machine's devices, virtual ones on CPU; ratios are to the first layout.
 """
 
@@ -27,7 +28,7 @@ UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 def main() -> None:
     options = _options()
-    trace = read_trace(options.trace, options.limit) if options.trace else made_up(options.limit, seed=0)
+    trace = read_trace(options.trace, options.limit) if options.trace else agents(options.limit, options.turns, seed=0)
     requests = scaled(trace, options.scale)
     lengths = [request.input_length for request in requests]
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}")
@@ -36,8 +37,8 @@ def main() -> None:
         f"{int(statistics.median(lengths))}), {options.kv_cache_memory_bytes:,} bytes of cache per device"
     )
     print(
-        "at once | tp x dcp | cache, tokens | tokens/s  ratio | cache use | running | gap ms  p50  ratio    p99 "
-        "| preempted"
+        "at once | tp x dcp | cache, tokens | tokens/s  ratio | hit rate | cache use | running | gap ms  p50  ratio "
+        "   p99 | preempted"
     )
     for concurrency in options.concurrency:
         first: Replay | None = None
@@ -50,20 +51,26 @@ def main() -> None:
             print(_row(llm, concurrency, (tp, dcp), replay, first, llm.stats().preemptions - before), flush=True)
 
 
-def made_up(count: int, seed: int) -> list[TraceRequest]:
-    """Prompts of 32K to 128K tokens and answers of 2K to 4K, no two of which begin alike."""
+def agents(count: int, turns: int, seed: int) -> list[TraceRequest]:
+    """`count` requests of agents that take turns: 16K to 64K tokens of history, 1K to 2K more with each turn."""
     draw = random.Random(seed)
-    lengths = [int(32768 * 4 ** draw.random()) for _ in range(count)]
     hashes = iter(range(10**9))
-    return [
-        TraceRequest(
-            timestamp=0.0,
-            input_length=length,
-            output_length=draw.randrange(2048, 4096),
-            hash_ids=tuple(next(hashes) for _ in range(-(-length // MOONCAKE_TOKENS_PER_HASH))),
-        )
-        for length in lengths
-    ]
+    lengths = [int(16384 * 4 ** draw.random()) for _ in range(-(-count // turns))]
+    histories: list[list[int]] = [[] for _ in lengths]
+    requests = []
+    for _ in range(turns):
+        for agent, history in enumerate(histories):
+            history.extend(next(hashes) for _ in range(lengths[agent] // MOONCAKE_TOKENS_PER_HASH - len(history)))
+            requests.append(
+                TraceRequest(
+                    timestamp=0.0,
+                    input_length=len(history) * MOONCAKE_TOKENS_PER_HASH,
+                    output_length=draw.randrange(256, 1024),
+                    hash_ids=tuple(history),
+                )
+            )
+            lengths[agent] += draw.randrange(1024, 2048)
+    return requests[:count]
 
 
 def make_llm(tp: int, dcp: int, concurrency: int, options: argparse.Namespace) -> LLM:
@@ -86,9 +93,10 @@ def _row(llm: LLM, concurrency: int, layout: tuple[int, int], replay: Replay, fi
     tokens = llm.runner.sizes.num_blocks * llm.runner.geometry.block_size
     rate, base = replay.generated / replay.seconds, first.generated / first.seconds
     gap, first_gap = _at(replay.gaps, 50), _at(first.gaps, 50)
+    usage, running = statistics.mean(replay.cache_usage), statistics.mean(replay.running)
     return (
         f"{concurrency:7} | {layout[0]:2} x {layout[1]:<3} | {tokens:13,} | {rate:8.1f}  {rate / base:4.2f}x | "
-        f"{statistics.mean(replay.cache_usage):9.0%} | {statistics.mean(replay.running):7.1f} | "
+        f"{replay.hit_rate:8.0%} | {usage:9.0%} | {running:7.1f} | "
         f"{gap * 1e3:11.1f}  {gap / first_gap:4.2f}x {_at(replay.gaps, 99) * 1e3:6.1f} | {preempted:9}"
     )
 
@@ -111,14 +119,15 @@ def _layout(text: str) -> tuple[int, int]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", nargs="?", help="a Mooncake file; without one a made-up trace runs")
+    parser.add_argument("trace", nargs="?", help="a Mooncake file; without one made-up agents run")
     parser.add_argument("--model", choices=SHAPES, default="mla")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--layouts", type=_layout, nargs="+", default=[(8, 1), (1, 8)], metavar="TP,DCP")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--scale", type=int, default=32, help="divides every length of the trace")
-    parser.add_argument("--limit", type=int, default=16, help="requests")
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--scale", type=int, default=16, help="divides every length of the trace")
+    parser.add_argument("--limit", type=int, default=32, help="requests")
+    parser.add_argument("--turns", type=int, default=4, help="of each made-up agent; with 1 no history returns")
+    parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--kv-cache-memory-bytes", type=_bytes, default=_bytes("6MiB"), metavar="BYTES")
     parser.add_argument("--max-num-batched-tokens", type=int, default=256)
     return parser.parse_args()

@@ -73,20 +73,25 @@ def whole_lines(folder: Path) -> list[bytes]:
     return [line for line in (folder / "out").read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
+@pytest.mark.parametrize("times", [1, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_lets_running_requests_finish_and_tells_how_to_go_on(tmp_path, number, code):
-    arguments = [*lines(tmp_path, 200), "--max-in-flight", str(WINDOW)]
-    ended = run(tmp_path, {"signal": number, "signal_at_step": 4, "diary": "diary"}, *arguments)
-    assert ended.returncode == code, ended.stderr
-    assert ended.stderr.splitlines()[-1] == (
-        f"dcpjax: stopped. to go on: dcpjax batch --resume in -o out --max-in-flight {WINDOW}"
-    )
-    assert "stopping: requests that run may finish; once more to stop at once" in ended.stderr
-    finished = done(tmp_path)
-    assert sorted(map(str, finished)) == sorted((tmp_path / "diary").read_text().split())
-    assert WINDOW <= len(finished) < 200
+def test_a_signal_lets_running_requests_finish_and_tells_how_to_go_on(tmp_path, number, code, times):
+    count, source, finished = 200 * times, random.Random(number), list[int]()
+    arguments = [*lines(tmp_path, count), "--max-in-flight", str(WINDOW)]
+    for _ in range(times):
+        plan = {"signal": number, "signal_at_step": source.randint(1, 12), "diary": "diary"}
+        ended = run(tmp_path, plan, *arguments, *(["--resume"] if finished else []))
+        assert ended.returncode == code, ended.stderr
+        assert ended.stderr.splitlines()[-1] == (
+            f"dcpjax: stopped. to go on: dcpjax batch --resume in -o out --max-in-flight {WINDOW}"
+        )
+        assert "stopping: requests that run may finish; once more to stop at once" in ended.stderr
+        before, finished = finished, done(tmp_path)
+        assert finished[: len(before)] == before
+        assert sorted(map(str, finished)) == sorted((tmp_path / "diary").read_text().split())
+        assert len(before) + WINDOW <= len(finished) < count
     assert run(tmp_path, {}, *arguments, "--resume").returncode == 0
-    assert sorted(done(tmp_path)) == list(range(1, 201))
+    assert sorted(done(tmp_path)) == list(range(1, count + 1))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

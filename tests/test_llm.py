@@ -401,6 +401,46 @@ def test_tokens_and_log_probabilities_are_the_same_with(llm: LLM, folder: Path, 
                 assert mine[token].logprob == pytest.approx(other[token].logprob, abs=5e-5)
 
 
+SCORED = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
+
+
+def scores(result: RequestOutput) -> list[dict[int, float]]:
+    return [{token: entry.logprob for token, entry in each.items()} for each in result.outputs[0].logprobs or []]
+
+
+def eight_prompts(seed: int) -> list[list[int]]:
+    """Eight prompts of eight tokens: one step of 64 for all of them, then steps of eight."""
+    return np.random.default_rng(seed).integers(3, 93, (8, 8)).tolist()
+
+
+def test_where_padded_shapes_are_the_same_neighbours_and_order_change_no_bit(llm: LLM) -> None:
+    prompts = eight_prompts(seed=1)
+    expected = [scores(result) for result in llm.generate(prompts, SCORED)]
+    assert [scores(result) for result in llm.generate(prompts[::-1], SCORED)] == expected[::-1]
+    for seed in range(2, 6):
+        place = seed % 8
+        neighbours = eight_prompts(seed)
+        mixed = [*neighbours[:place], prompts[0], *neighbours[place + 1 :]]
+        assert scores(llm.generate(mixed, SCORED)[place]) == expected[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": False}, {"enable_prefix_caching": False}], ids=str)
+def test_where_padded_shapes_are_the_same_other_blocks_and_options_change_no_bit(
+    llm: LLM, folder: Path, options: dict[str, Any]
+) -> None:
+    own, prompts = make(folder, **options), eight_prompts(seed=1)
+    own.generate([[3] * 80], GREEDY)  # takes blocks, so that the next ones lie elsewhere
+    assert list(map(scores, own.generate(prompts, SCORED))) == list(map(scores, llm.generate(prompts, SCORED)))
+
+
+def test_a_hit_changes_no_bit_where_both_prompts_fill_the_same_step(llm: LLM) -> None:
+    prompt = [3 + 5 * number % 90 for number in range(31)]
+    assert llm.reset_prefix_cache()
+    (cold,), (warm,) = (llm.generate([prompt], SCORED) for _ in range(2))
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 16)
+    assert scores(warm) == scores(cold)
+
+
 def test_log_probabilities_of_prompt_and_answer_are_those_of_one_pass_over_all(llm: LLM) -> None:
     asked = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1, prompt_logprobs=1)
     (answer,) = llm.generate([[3 + number % 90 for number in range(50)]], asked)
