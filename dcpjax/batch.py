@@ -30,7 +30,7 @@ class Batch:
     # [N] int32, host: token ids, -1 for padding, -2 for the newest token of the row's seat
     tokens: jax.Array
     work: Work
-    # [R or more] int32, host: index into the N tokens of each request's last one, then of prompt tokens to score
+    # [R] int32, host: index into the N tokens of each request's last one, 0 for padding
     last: jax.Array
     # [R] int32, host: seat of each request, 0 for padding
     seats: jax.Array
@@ -43,6 +43,8 @@ class Shapes:
     max_rows: int
     max_tokens: int
     table_width: int
+    # fewest tokens of a step in which all tokens of a prompt attend together, None where they never do
+    whole_prompts_from: int | None = None
 
     def decode_only(self, step: Sequence[Scheduled]) -> bool:
         """Whether a step of single tokens alone runs a program of its own, without tiles of many tokens."""
@@ -61,7 +63,10 @@ class Shapes:
 
         Those run the end of a long prompt beside decodes, where every token of a tile costs as much as a decode.
         """
-        return min(size, SHORT_TILE if size <= LEAST_TOKENS else PREFILL_TILE)
+        if size <= LEAST_TOKENS:
+            return min(size, SHORT_TILE)
+        whole = self.whole_prompts_from is not None and size >= self.whole_prompts_from
+        return size if whole else min(size, PREFILL_TILE)
 
 
 def _round_up(count: int, least: int, base: int, most: int) -> int:
@@ -92,25 +97,7 @@ def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) ->
         last[row], seats[row] = end - 1, scheduled.request.seat
         first = end
     work = Work(positions, row_of, table, _tiles(step, rows, size, tile, geometry))  # type: ignore[arg-type]
-    scored = [index for _, index, _ in scored_tokens(step)]
-    return Batch(tokens, work, np.concatenate([last, _padded(scored, shapes)]), seats)  # type: ignore[arg-type]
-
-
-def scored_tokens(step: Sequence[Scheduled]) -> list[tuple[int, int, int]]:
-    """(row, index into the step's tokens, position) of the prompt tokens whose successor's likelihood is wanted."""
-    found, first = [], 0
-    for row, entry in enumerate(step):
-        if entry.request.scores_prompt:
-            stop = min(entry.start + entry.count, len(entry.request.prompt_token_ids) - 1)
-            found.extend((row, first + position - entry.start, position) for position in range(entry.start, stop))
-        first += entry.count
-    return found
-
-
-def _padded(indices: Sequence[int], shapes: Shapes) -> np.ndarray:
-    padded = np.zeros(_round_up(len(indices), 32, 4, shapes.max_tokens) if indices else 0, np.int32)
-    padded[: len(indices)] = indices
-    return padded
+    return Batch(tokens, work, last, seats)  # type: ignore[arg-type]
 
 
 def _tiles(step: Sequence[Scheduled], rows: int, size: int, tile: int, geometry: CacheGeometry) -> tuple[Tiles, ...]:

@@ -22,6 +22,7 @@ class Job:
     ) -> None:
         self.index, self.prompt_token_ids, self.params, self.error = index, ids, params, error
         self.priority = 0
+        self.streamed = True
         self.cache_salt: str | None = None
         self.bad_words: tuple[tuple[int, ...], ...] = ()
         self.make_guide: Callable[[], Guides] | None = None

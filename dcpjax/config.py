@@ -12,6 +12,7 @@ CommBackend = Literal["ag_rs", "a2a", "psum"]
 CommChoice = Literal[CommBackend, "auto"]
 LoadFormat = Literal["auto", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+Warmup = Literal["none", "decode", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class EngineConfig:
         max_num_batched_tokens: most tokens in one step; longer prompts run in several. None: 512 on CPU, else 2048.
         max_mixed_prefill_tokens: most prompt tokens in a step that also decodes, counted as at the beginning of a
             prompt (later ones attend to more and cost more), so that nobody waits long for the next token. None: 64
-            on CPU, else 512.
+            on CPU, else 512, while a stream decodes; no bound while only results are waited for.
         block_size: tokens per cache block, counted over all ranks.
         enable_prefix_caching: share the cache of equal beginnings of prompts.
         scheduling_policy: "fcfs" serves in order of arrival; "priority" the lowest `priority` of `generate` first.
@@ -49,6 +50,8 @@ class EngineConfig:
         hf_overrides: entries of config.json to replace, as {"num_hidden_layers": 2}; nested ones are merged.
         compilation_cache: keep compiled programs between runs; True for the user's cache folder, or a folder. The
             first `LLM` of a process decides.
+        warmup: which programs are compiled before the first request: "none", each at its first use; "decode", those
+            of steps that only decode; "all", those of prompts too. Of sampling, what greedy requests need.
     """
 
     tensor_parallel_size: int = 1
@@ -74,6 +77,7 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     hf_overrides: Mapping[str, Any] | None = None
     compilation_cache: bool | str | os.PathLike[str] = True
+    warmup: Warmup = "none"
 
     def __post_init__(self) -> None:
         for name in (
@@ -92,6 +96,7 @@ class EngineConfig:
         _one_of("dcp_comm_backend", self.dcp_comm_backend, get_args(CommChoice))
         _one_of("load_format", self.load_format, get_args(LoadFormat))
         _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
+        _one_of("warmup", self.warmup, get_args(Warmup))
         _integer("seed", self.seed)
         _integer("max_logprobs", self.max_logprobs)
         if self.max_logprobs < -1:

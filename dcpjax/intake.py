@@ -197,6 +197,7 @@ class Intake:
             cache_salt=job.cache_salt,
             bad_words=job.bad_words,
             guide=job.make_guide() if job.make_guide else None,
+            streamed=job.streamed,
             leader=leader,
         )
 

@@ -45,7 +45,7 @@ class BatchEngine:
         job = self._job(key, request)
         if job.error is None:
             self._check_max_tokens(job)
-            job.events = self._events
+            job.events, job.streamed = self._events, False
             self._llm.start(job)
         refusal = job.error or job.output.error  # by the intake, or by the engine
         if refusal:

@@ -31,6 +31,7 @@ def step_limits(
             * operations.per_position(config)
             / operations.per_token(config),
             step_tokens=MIXED_STEP if on_cpu and not max_mixed_prefill_tokens else None,
+            always=max_mixed_prefill_tokens is not None,
         ),
         enable_prefix_caching=enable_prefix_caching,
     )

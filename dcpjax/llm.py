@@ -20,6 +20,7 @@ from dcpjax.runner import Runner
 from dcpjax.sampling_params import SamplingParams, check_option_names
 from dcpjax.stats import EngineStats
 from dcpjax.tokenizer import Tokenizer
+from dcpjax.warmup import warm_up
 
 
 class LLM:
@@ -40,6 +41,7 @@ class LLM:
         self.tokenizer: Tokenizer | None = self.files.tokenizer()
         self.progress = progress
         self.runner = Runner(self.files, self.engine_config, progress=progress)
+        warm_up(self.runner, self.engine_config.warmup)
         config, sizes = self.runner.config, self.runner.sizes
         self.engine = Engine(
             self.runner,
@@ -151,6 +153,8 @@ class LLM:
 
     def _collect(self, jobs: list[Job], use_tqdm: bool) -> list[RequestOutput]:
         shown = use_tqdm and self.progress
+        for job in jobs:
+            job.streamed = False
         with bar(description="generating", total=len(jobs), shown=shown) as meter:
             tokens, started = 0, time.monotonic()
             for event in self._run(jobs):

@@ -63,6 +63,7 @@ class Request:
     cache_salt: str | None = None  # shares cached blocks only with requests of the same salt
     bad_words: tuple[tuple[int, ...], ...] = ()
     guide: Guides | None = None
+    streamed: bool = True  # somebody waits for each of its tokens, not for the last one alone
     leader: "Request | None" = None  # the first completion of the same prompt, whose cache this one can share
     num_computed: int = 0
     num_held: int = 0  # tokens whose blocks other requests can find

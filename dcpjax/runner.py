@@ -4,15 +4,16 @@ Knows arrays and batches; knows nothing about queues or text.
 """
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial as bind
 from typing import Any
 
 import jax
 import numpy as np
 
-from dcpjax.batch import Batch, Shapes, build, scored_tokens
+from dcpjax.batch import Batch, Shapes, build
 from dcpjax.config import EngineConfig
 from dcpjax.devices import ensure_devices, keep_compiled_programs
 from dcpjax.hub import cache_folder
@@ -22,21 +23,25 @@ from dcpjax.models import decoder
 from dcpjax.models.attention import Runtime
 from dcpjax.models.config import ModelConfig, from_hf
 from dcpjax.models.kv_cache import CacheGeometry, storage_dtype
+from dcpjax.models.mla_prefill import fewest_queries
+from dcpjax.picks import Choice, Scoring
 from dcpjax.progress import status
-from dcpjax.sampling import Sampled, SamplingBatch
+from dcpjax.sampling import Sampled
 from dcpjax.scheduler import Limits, Scheduled
-from dcpjax.scoring import shared_count
+from dcpjax.scoring import Logprobs
 from dcpjax.sharding import arrays
 from dcpjax.sharding.arrays import is_spec
 from dcpjax.sharding.link import find_link
 from dcpjax.sharding.mesh import Layout, check_layout, make_mesh
 from dcpjax.sharding.rules import Placement, Rules
 from dcpjax.step import (
+    compile_choice,
     compile_copy,
     compile_on_demand,
+    compile_pick,
     compile_prompt_scores,
-    compile_sampler,
     forward,
+    head_of,
     padded_pairs,
 )
 from dcpjax.step_result import StepResult, step_result
@@ -44,14 +49,21 @@ from dcpjax.weights import dummy_weights, load_weights
 
 CPU_CACHE_BYTES = 2**30  # default cache of all virtual CPU devices together
 
+ProgramKey = tuple[Any, ...]
+
 
 @dataclass
 class Launched:
     """A step on its way, and where its results will be."""
 
     step: Sequence[Scheduled]
-    sampled: Sampled
-    prompt_scores: Any
+    sound: jax.Array | None  # [R] bool: whether the hidden states are finite; None if all entries choose
+    sampled: Sampled | None  # a row for each entry that chooses
+    prompt_scores: Logprobs | None
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        return self.sound, self.sampled, self.prompt_scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +99,16 @@ class Runner:
             max_rows=self.sizes.limits.max_num_seqs,
             max_tokens=self.sizes.limits.max_num_batched_tokens,
             table_width=self._table_width(),
+            # elsewhere a kernel serves prompts as they are absorbed; up-projected ones would run the loop
+            whole_prompts_from=fewest_queries(self.config.mla) if self.config.mla and self.platform == "cpu" else None,
         )
         self.latest = self._no_tokens()
         self._forward = compile_on_demand(forward, self.config, self.runtime, self.cache)
-        self._sample = compile_sampler(self.place)
-        self._score_prompt = compile_prompt_scores(self.place)
+        self._pick = compile_pick(self.place)
+        self._choose = compile_choice(self.config, self.place)
+        self._score_prompt = compile_prompt_scores(self.config, self.place)
         self._copy = compile_copy(self.cache, self.place)
-        self._seen_shapes: set[tuple[Any, ...]] = set()
+        self._compiled: set[ProgramKey] = set()
         self.compile_seconds = 0.0
 
     @property
@@ -107,22 +122,49 @@ class Runner:
     def launch(self, step: Sequence[Scheduled]) -> Launched:
         """Start a step and return at once with what it will have sampled."""
         batch = build(step, self.shapes, self.geometry)
-        choosing = [entry.request if entry.samples else None for entry in step]
-        sampling = SamplingBatch.build(choosing, batch.seats.shape[0], self.config.vocab_size)
-        with self._noting_compilation(batch, sampling):
+        choice = Choice.of(step, batch, self.shapes, self.config.vocab_size)
+        scoring = Scoring.of(step, self.config.vocab_size)
+        with self._noting_compilation(batch, choice, scoring):
             self._copy_blocks([entry.copy for entry in step if entry.copy])
-            logits, self.cache = self._forward(self.weights, self.cache, self.latest, batch)
-            prompt_scores = self._prompt_scores(step, logits, batch)
-            if prompt_scores is not None:
-                logits = logits[: batch.seats.shape[0]]
-            sampled, self.latest = self._sample(logits, self.latest, sampling)
-            launched = Launched(step, sampled, prompt_scores)
-        jax.tree.map(lambda array: array.copy_to_host_async(), (launched.sampled, launched.prompt_scores))
+            (hidden, sound), self.cache = self._forward(self.weights, self.cache, self.latest, batch)
+            launched = Launched(
+                step,
+                None if all(entry.samples for entry in step) else sound,
+                choice and self._sampled(hidden, choice),
+                scoring and self._prompt_scores(hidden, scoring),
+            )
+        jax.tree.map(lambda array: array.copy_to_host_async(), launched.arrays)
         return launched
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a step; its results in the order of its entries."""
-        return step_result(launched.step, *jax.device_get((launched.sampled, launched.prompt_scores)))
+        return step_result(launched.step, *jax.device_get(launched.arrays))
+
+    def programs_of(self, step: Sequence[Scheduled]) -> dict[ProgramKey, Callable[[], Any]]:
+        """What compiles each program of a step without running it. Later calls of that shape find it compiled."""
+        batch = build(step, self.shapes, self.geometry)
+        choice = Choice.of(step, batch, self.shapes, self.config.vocab_size)
+        keys = _keys(batch, choice, None)
+        programs = {next(keys): bind(_compile, self._forward, self.weights, self.cache, self.latest, batch)}
+        if choice is not None:
+            hidden, picked = self._hidden(batch.tokens.size), self._hidden(choice.indices.size)
+            head = head_of(self.weights)
+            programs[next(keys)] = bind(_compile, self._pick, hidden, choice.indices)
+            programs[next(keys)] = bind(_compile, self._choose, head, picked, self.latest, choice.options)
+        return programs
+
+    def copy_programs(self) -> dict[ProgramKey, Callable[[], Any]]:
+        """The same for copies of blocks: at most one for each request."""
+        programs, size = dict[ProgramKey, Callable[[], Any]](), 0
+        while size < self.sizes.limits.max_num_seqs:
+            sources, targets = padded_pairs([(0, 0)] * (size + 1), self.sizes.num_blocks)
+            size = len(sources)
+            programs["copy", size] = bind(_compile, self._copy, self.cache, sources, targets)
+        return programs
+
+    def note_compiled(self, keys: Iterable[ProgramKey]) -> None:
+        """From now on a step of these programs is not said to compile."""
+        self._compiled.update(keys)
 
     def restore_cache(self) -> bool:
         """Make an empty cache if a step that failed or was cut short took the old one along; True if it did."""
@@ -139,29 +181,32 @@ class Runner:
         if pairs:
             self.cache = self._copy(self.cache, *padded_pairs(pairs, self.sizes.num_blocks))
 
-    def _prompt_scores(self, step: Sequence[Scheduled], logits: jax.Array, batch: Batch) -> Any:
-        """Log-probabilities of the prompt tokens that follow the scored ones, None if nobody wants any."""
-        rows = batch.seats.shape[0]
-        if batch.last.shape[0] == rows:
-            return None
-        scored = scored_tokens(step)
-        targets = np.full(batch.last.shape[0] - rows, -1, np.int32)
-        targets[: len(scored)] = [step[row].request.prompt_token_ids[position + 1] for row, _, position in scored]
-        wanted = [entry.request.params.prompt_logprobs for entry in step if entry.request.scores_prompt]
-        return self._score_prompt(logits[rows:], targets, shared_count(wanted, self.config.vocab_size))
+    def _sampled(self, hidden: jax.Array, choice: Choice) -> Sampled:
+        picked = self._pick(hidden, choice.indices)
+        sampled, self.latest = self._choose(head_of(self.weights), picked, self.latest, choice.options)
+        return sampled
+
+    def _prompt_scores(self, hidden: jax.Array, scoring: Scoring) -> Logprobs:
+        picked = self._pick(hidden, scoring.indices)
+        return self._score_prompt(head_of(self.weights), picked, scoring.targets, scoring.num_logprobs)
 
     @contextmanager
-    def _noting_compilation(self, *inputs: Any) -> Generator[None]:
+    def _noting_compilation(self, batch: Batch, choice: Choice | None, scoring: Scoring | None) -> Generator[None]:
         """Say so and keep the time when a step has a shape not seen before."""
-        shape = tuple(leaf.shape for leaf in jax.tree.leaves(inputs)), jax.tree.structure(inputs)
-        if shape in self._seen_shapes:
+        keys = set(_keys(batch, choice, scoring))
+        if keys <= self._compiled:
             yield
             return
         started = time.monotonic()
-        with status(f"compiling the step for {inputs[0].tokens.size} tokens", shown=self.progress):
+        with status(f"compiling the step for {batch.tokens.size} tokens", shown=self.progress):
             yield
         self.compile_seconds += time.monotonic() - started
-        self._seen_shapes.add(shape)
+        self.note_compiled(keys)
+
+    def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
+        """[tokens, M], as `forward` and `pick` give it."""
+        shape = tokens, self.config.hidden_size
+        return jax.ShapeDtypeStruct(shape, np.float32, sharding=self.place.sharding())
 
     def _no_tokens(self) -> jax.Array:
         """Each seat's newest token, before there is any."""
@@ -227,6 +272,27 @@ class Runner:
         """W: blocks of the longest request, rounded up to whole chunks."""
         blocks = self.geometry.blocks(self.sizes.max_model_len)
         return -(-blocks // self.geometry.chunk_blocks) * self.geometry.chunk_blocks
+
+
+def _keys(batch: Batch, choice: Choice | None, scoring: Scoring | None) -> Iterator[ProgramKey]:
+    """What tells the programs of a step from those of others: forward, pick and choose, pick and score."""
+    size = batch.tokens.size
+    yield _shape(batch)
+    if choice is not None:
+        yield size, choice.indices.size
+        yield _shape(choice.options)
+    if scoring is not None:
+        yield size, scoring.indices.size
+        yield scoring.indices.size, "scored", scoring.num_logprobs
+
+
+def _compile(program: Any, *arguments: Any) -> None:
+    program.lower(*arguments).compile()
+
+
+def _shape(tree: Any) -> ProgramKey:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *(leaf.shape for leaf in leaves)
 
 
 def count_blocks(budget: int, block_bytes: int, geometry: CacheGeometry) -> int:

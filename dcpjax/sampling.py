@@ -20,9 +20,9 @@ from dcpjax.scoring import Logprobs, score, shared_count
 
 @struct.dataclass
 class SamplingBatch:
-    """Options of R rows. Parts that no row asks for are None; rows past the last request ask for nothing."""
+    """Options of R choices. Parts that nobody asks for are None; rows past the last request ask for nothing."""
 
-    # [R] int32, host: where `latest` keeps the row's newest token, -1 for nowhere
+    # [R] int32, host: where `latest` keeps the row's newest token, -1 for padding
     seat: jax.Array
     draw: Draw | None
     cut: Cut | None
@@ -34,12 +34,11 @@ class SamplingBatch:
     num_logprobs: int | None = struct.field(pytree_node=False)
 
     @classmethod
-    def build(cls, requests: Sequence[Request | None], rows: int, vocab_size: int) -> "SamplingBatch":
-        """One row per request, in order. None is a row whose choice nobody needs."""
-        asking = [(row, request) for row, request in enumerate(requests) if request is not None]
+    def build(cls, requests: Sequence[Request], rows: int, vocab_size: int) -> "SamplingBatch":
+        """One row per request that chooses, in order."""
+        asking = list(enumerate(requests))
         seat = np.full(rows, -1, np.int32)
-        for row, request in asking:
-            seat[row] = request.seat
+        seat[: len(requests)] = [request.seat for request in requests]
         return cls(
             seat=seat,  # type: ignore[arg-type]
             draw=draw_of(asking, rows),

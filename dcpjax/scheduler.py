@@ -1,9 +1,9 @@
 """Which tokens of which requests run in the next step. Plain integers; knows no arrays and no text.
 
 Decodes go first, one token each; prompts share what is left of `max_num_batched_tokens`, in chunks. Beside decodes
-only so much prompt work runs that nobody waits long for the next token (Agrawal et al. 2024, Sarathi-Serve, section
-4.2). When the pool is full the youngest running request gives its blocks back and is computed again later, from
-its prompt and what it had generated; whatever the pool still holds of it then is not computed twice.
+that are streamed only so much prompt work runs that nobody waits long for the next token (Agrawal et al. 2024,
+Sarathi-Serve, section 4.2). When the pool is full the youngest running request gives its blocks back and is computed
+again later, from its prompt and what it had generated; whatever the pool still holds of it then is not computed twice.
 """
 
 import heapq
@@ -39,6 +39,7 @@ class Pace:
     # what a token's attention to one position costs, as a fraction of the rest of the token's work
     per_position: float = 0.0
     step_tokens: int | None = None  # most tokens of such a step, however cheap; None: as many as fit
+    always: bool = False  # also when nobody waits for each of the decodes' tokens
 
     def fitting(self, work: float, start: int) -> int:
         """Tokens of a prompt, from position `start` on, that `work` pays for."""
@@ -154,9 +155,10 @@ class Scheduler:
         return sorted((r for r in self.running if r.num_pending > 1), key=_order)
 
     def _set_pace(self, draft: Draft) -> None:
-        """Allow prompts a bucket's remainder beside decodes, at least half of it."""
+        """Allow prompts a bucket's remainder beside decodes that somebody waits for, at least half of it."""
         decodes, pace = len(draft.entries), self.limits.pace
-        if pace and any(request.num_pending == 1 and request.goes_on for request in self.running):
+        awaited = (request for request in self.running if request.num_pending == 1 and request.goes_on)
+        if pace and any(pace.always or request.streamed for request in awaited):
             draft.prompt_work_left = _beside(decodes, pace.tokens)
             if pace.step_tokens:
                 draft.tokens_left = min(draft.tokens_left, _beside(decodes, pace.step_tokens))

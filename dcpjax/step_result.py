@@ -1,11 +1,11 @@
-"""What a step gives back to the host, row by row. Knows arrays that have arrived; knows nothing about devices."""
+"""What a step gives back to the host, entry by entry. Knows arrays that have arrived; knows nothing about devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dcpjax.batch import scored_tokens
+from dcpjax.picks import choosing_rows, scored_tokens
 from dcpjax.request import TokenScores
 from dcpjax.sampling import Sampled
 from dcpjax.scheduler import Scheduled
@@ -16,29 +16,43 @@ from dcpjax.scoring import Logprobs
 class StepResult:
     """What a step gives back, in the order of its entries."""
 
-    tokens: np.ndarray  # [R] int32
-    finite: np.ndarray  # [R] bool: False where the logits held NaN or infinity
+    tokens: np.ndarray  # int32; 0 where nothing was chosen
+    finite: np.ndarray  # bool: False where the logits, or without a choice the hidden state, held NaN or infinity
     scores: Sequence[TokenScores | None] | None = None  # of the sampled tokens, where wanted
     prompt_scores: Sequence[dict[int, TokenScores]] | None = None  # by position, where wanted
 
 
-def step_result(step: Sequence[Scheduled], sampled: Sampled, prompt_scores: Logprobs | None) -> StepResult:
-    """The arrays of a step, on the host, as results of its entries."""
+def step_result(
+    step: Sequence[Scheduled], sound: np.ndarray | None, sampled: Sampled | None, prompt_scores: Logprobs | None
+) -> StepResult:
+    """The arrays of a step, on the host, as results of its entries.
+
+    `sampled` has a row for each entry that chooses, None if there is none; `sound` says of every entry whether its
+    hidden state is finite, None if all choose.
+    """
+    rows = choosing_rows(step)
+    tokens = np.zeros(len(step), np.int32)
+    finite = np.ones(len(step), np.bool_) if sound is None else np.array(sound[: len(step)])
+    if sampled is not None:
+        tokens[rows], finite[rows] = sampled.tokens[: len(rows)], sampled.finite[: len(rows)]
     return StepResult(
-        tokens=np.asarray(sampled.tokens),
-        finite=np.asarray(sampled.finite),
-        scores=_scores_of_samples(step, sampled),
+        tokens=tokens,
+        finite=finite,
+        scores=_scores_of_samples(step, rows, sampled),
         prompt_scores=_scores_of_prompts(step, prompt_scores),
     )
 
 
-def _scores_of_samples(step: Sequence[Scheduled], sampled: Sampled) -> list[TokenScores | None] | None:
-    if sampled.logprobs is None:
+def _scores_of_samples(
+    step: Sequence[Scheduled], rows: Sequence[int], sampled: Sampled | None
+) -> list[TokenScores | None] | None:
+    if sampled is None or sampled.logprobs is None:
         return None
-    return [
-        None if entry.request.params.logprobs is None else _token_scores(int(token), sampled.logprobs, row)
-        for row, (entry, token) in enumerate(zip(step, sampled.tokens, strict=False))
-    ]
+    found: list[TokenScores | None] = [None] * len(step)
+    for index, row in enumerate(rows):
+        if step[row].request.params.logprobs is not None:
+            found[row] = _token_scores(int(sampled.tokens[index]), sampled.logprobs, index)
+    return found
 
 
 def _scores_of_prompts(step: Sequence[Scheduled], scores: Logprobs | None) -> list[dict[int, TokenScores]] | None:

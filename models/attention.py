@@ -78,7 +78,7 @@ def partial(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Partia
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.reshape(tokens, kv_heads, heads // kv_heads, head_dim).transpose(1, 0, 2, 3)
-    state = _empty(grouped.shape[:-1], v.shape[2])
+    state = unseen(grouped.shape[:-1], v.shape[2])
     out, lse = finish(fold(state, grouped, k.transpose(1, 2, 0), v.transpose(1, 0, 2), mask))
     return Partial(out.transpose(1, 0, 2, 3).reshape(tokens, heads, -1), lse.transpose(1, 0, 2).reshape(tokens, heads))
 
@@ -91,7 +91,8 @@ class State(NamedTuple):
     total: jax.Array  # float32, sum of exp(score - top)
 
 
-def _empty(shape: tuple[int, ...], value_dim: int) -> State:
+def unseen(shape: tuple[int, ...], value_dim: int) -> State:
+    """Before any key."""
     return State(jnp.zeros((*shape, value_dim)), jnp.full(shape, -jnp.inf), jnp.zeros(shape))
 
 
@@ -156,7 +157,7 @@ def paged_partial(q: jax.Array, cache: Cache, work: Work, geometry: CacheGeometr
     """
     tokens, heads, head_dim = q.shape
     grouped = q.reshape(tokens, cache.kv_heads, -1, head_dim)  # [N, K, G, D]
-    state = _empty(grouped.shape[:-1], cache.value_dim)
+    state = unseen(grouped.shape[:-1], cache.value_dim)
     for tiles in work.tiles:
         state = _visit_tiles(state, grouped, cache, work, tiles, geometry, rank)
     part = finish(state)
@@ -179,7 +180,7 @@ def _visit_tiles(
             where = locate_chunk(work.block_table, row, chunk, geometry, rank)
             return fold(own, queries, *cache.read(where), where.positions[None, :] <= limits[:, None])
 
-        none = _empty(queries.shape[:-1], cache.value_dim)
+        none = unseen(queries.shape[:-1], cache.value_dim)
         own = jax.lax.fori_loop(0, _at(tiles.chunks, tile), visit_chunk, none)
         own = State(*(x.swapaxes(0, 1) for x in own))
         if tiles.size > 1:  # the window may overhang its request: leave the others' tokens as they are
@@ -246,15 +247,17 @@ def attend_on_device(
     runtime: Runtime,
     *,
     value_dim: int | None = None,
+    body: Callable[..., Partial] | None = None,
 ) -> tuple[jax.Array, AnyCache]:
     """Write, attend and merge, inside `shard_map`: what every kind of attention shares.
 
     Per device: q [N, H, D] of all heads of the dcp group, rotated and scaled -> features [N, F / dcp] that this
     rank keeps of the H * Y merged ones, and the updated cache. `value_dim` keeps the first so many of the Y.
+    `body` attends as `paged_partial` does, which is what `choose_body` chooses if it is left out.
     """
     with jax.named_scope("cache_write"):
         cache = write(cache, new, work, runtime.geometry, rank())
-    attend, join = bind(_attend, cache, runtime, value_dim), bind(_join, features, runtime)
+    attend, join = bind(_attend, cache, runtime, value_dim, body), bind(_join, features, runtime)
     if runtime.dcp_overlap and runtime.place.dcp > 1 and _only_decodes(work):
         return _in_halves(attend, join, q, work), cache
     return join(attend(q, work)), cache
@@ -275,9 +278,17 @@ def _in_halves(
     return joined[np.argsort(np.concatenate([order[::2], order[1::2]]))]
 
 
-def _attend(cache: Cache, runtime: Runtime, value_dim: int | None, q: jax.Array, work: Work) -> Partial:
+def _attend(
+    cache: Cache,
+    runtime: Runtime,
+    value_dim: int | None,
+    body: Callable[..., Partial] | None,
+    q: jax.Array,
+    work: Work,
+) -> Partial:
     with jax.named_scope("partial"):
-        out, lse = _body(cache, work, runtime)(q, cache, work, runtime.geometry, rank())
+        attend = body or choose_body(cache, work, runtime)
+        out, lse = attend(q, cache, work, runtime.geometry, rank())
         return Partial(out[..., :value_dim], lse)
 
 
@@ -306,7 +317,7 @@ def _every_other(work: Work, start: int) -> Work:
     return Work(work.positions[half], work.rows[half], work.block_table, (chosen,))
 
 
-def _body(cache: Cache, work: Work, runtime: Runtime) -> Callable[..., Partial]:
+def choose_body(cache: Cache, work: Work, runtime: Runtime) -> Callable[..., Partial]:
     """A kernel on accelerators where the shapes allow one, else the loop."""
     if runtime.attention_body == "gather":
         return paged_partial_gathered

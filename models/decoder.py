@@ -5,6 +5,7 @@ from the config, for every family. Declares the weights once and runs them; a mo
 of arrays. Names logical axes, never mesh axes; knows nothing about requests or sampling.
 """
 
+from functools import partial as bind
 from types import ModuleType
 from typing import Any
 
@@ -97,9 +98,10 @@ def forward(
     """Advance every request by its query tokens: tokens [N] -> hidden [N, M] float32, and the updated cache."""
     hidden = runtime.place.constrain(lookup(weights.embed, tokens), None, None)
     angles = rotary(work.positions, config.rope_dim, config.rope)
+    run = jax.jit(bind(_layer, config=config, runtime=runtime))  # layers alike are traced once; XLA inlines them
     updated = []
     for layer, layer_cache in zip(weights.layers, cache, strict=True):
-        hidden, layer_cache = _layer(layer, layer_cache, hidden, work, angles, config, runtime)
+        hidden, layer_cache = run(layer, layer_cache, hidden, work, angles)
         updated.append(layer_cache)
     return rms_norm(hidden, weights.norm, config.rms_norm_eps), tuple(updated)
 

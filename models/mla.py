@@ -2,7 +2,8 @@
 
 The cache holds one latent of C values and one rope key of R values per token, nothing else. The key projection
 moves to the query (`q_nope @ W_uk`), so that every head attends to the latent itself, and the value projection
-follows the merge. For attention this is one KV head of C + R values whose first C are also the value.
+follows the merge. For attention this is one KV head of C + R values whose first C are also the value. Long prompts
+take fewer operations with keys and values up-projected: `mla_prefill`.
 """
 
 from functools import partial as bind
@@ -15,7 +16,8 @@ from flax import struct
 from dcpjax.models.attention import Runtime, Work, attend_on_device
 from dcpjax.models.config import MLAConfig, ModelConfig
 from dcpjax.models.kv_cache import LatentCache
-from dcpjax.models.layers import Rotary, dot, head_dot, rms_norm, rotate, split_pairs
+from dcpjax.models.layers import Rotary, dot, rms_norm, rotate, split_pairs
+from dcpjax.models.mla_prefill import UpProjection, prompt_partial, up_projects
 from dcpjax.models.names import HeadRows
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.merge import gather_over_dcp
@@ -97,6 +99,12 @@ def run(
     3. partial attention                         over this rank's slots -> out [N, H / tp, C], lse [N, H / tp]
     4. merge over dcp                            by lse, one of three exchanges
     5. keep the own heads, W_uv                  [N, H / T, C] -> [N, H / T * Y], the rows of the own o_proj
+
+    Where long prompts are up-projected, W_uk and W_uv of H / tp heads are gathered over dcp, and instead:
+
+    1. own heads' queries, rope                  [N, H / T, X + R]; gather over dcp -> [N, H / tp, X + R]
+    3. partial attention                         over this rank's slots -> out [N, H / tp, Y], lse [N, H / tp]
+    4. merge over dcp                            by lse -> [N, H / T * Y], the rows of the own o_proj
     """
     place, mla = runtime.place, _config(config)
     with jax.named_scope("qkv"):
@@ -139,17 +147,40 @@ def _run_on_device(
     runtime: Runtime,
 ) -> tuple[jax.Array, LatentCache]:
     mla, tokens = _config(config), q.shape[0]
-    with jax.named_scope("absorb"):
+    up = UpProjection(w_uk, w_uv, softmax_scale(config))
+    with jax.named_scope("rope"):
         q_nope, q_rope = jnp.split(q.reshape(tokens, -1, mla.qk_dim), [mla.nope_dim], axis=-1)
-        q_rope = rotate(split_pairs(q_rope), angles)
-        q = jnp.concatenate([head_dot(q_nope, w_uk), q_rope], axis=-1) * softmax_scale(config)
+        q = jnp.concatenate([q_nope, rotate(split_pairs(q_rope), angles)], axis=-1)
+    if up_projects(work, mla, runtime):
+        return _run_up_projected(q, latent, cache, work, up, mla, runtime)
+    with jax.named_scope("absorb"):
+        q = up.absorb(q)
     with jax.named_scope("gather_query"):
         q = q if runtime.dcp_replicate_q else gather_over_dcp(q)
     features = q.shape[1] * mla.latent_rank
     merged, cache = attend_on_device(q, (latent,), cache, work, features, runtime, value_dim=mla.latent_rank)
     with jax.named_scope("up_projection"):
-        values = head_dot(merged.reshape(tokens, -1, mla.latent_rank), w_uv.swapaxes(1, 2))
+        values = up.values_of(merged.reshape(tokens, -1, mla.latent_rank))
     return values.reshape(tokens, -1), cache
+
+
+def _run_up_projected(
+    q: jax.Array,
+    latent: jax.Array,
+    cache: LatentCache,
+    work: Work,
+    up: UpProjection,
+    mla: MLAConfig,
+    runtime: Runtime,
+) -> tuple[jax.Array, LatentCache]:
+    """Per device: q [N, H / T, X + R], rotated -> [N, H / T * Y], and the updated cache."""
+    with jax.named_scope("gather_query"):
+        q = q if runtime.dcp_replicate_q else gather_over_dcp(q)
+    with jax.named_scope("gather_up_projection"):
+        w_uk = up.w_uk if runtime.dcp_replicate_q else gather_over_dcp(up.w_uk[None])[0]
+        up = up._replace(w_uk=w_uk, w_uv=gather_over_dcp(up.w_uv[None])[0])
+    body = bind(prompt_partial, up=up, mla=mla, runtime=runtime)
+    return attend_on_device(q, (latent,), cache, work, q.shape[1] * mla.value_dim, runtime, body=body)
 
 
 def softmax_scale(config: ModelConfig) -> float:

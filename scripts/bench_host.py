@@ -23,8 +23,8 @@ from dcpjax.batch import Shapes, build
 from dcpjax.engine import Engine
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.outputs import RequestMetrics
+from dcpjax.picks import Choice
 from dcpjax.request import Request
-from dcpjax.sampling import SamplingBatch
 from dcpjax.scheduler import Limits, Scheduled
 from dcpjax.step_result import StepResult
 
@@ -42,10 +42,8 @@ class InstantDevice:
         self.shapes = Shapes(max_rows=max(32, batch), max_tokens=512, table_width=width)
 
     def launch(self, step: Sequence[Scheduled]) -> int:
-        batch = build(step, self.shapes, self.geometry)
-        rows = batch.seats.shape[0]
-        SamplingBatch.build([entry.request if entry.samples else None for entry in step], rows, VOCAB)
-        return rows
+        Choice.of(step, build(step, self.shapes, self.geometry), self.shapes, VOCAB)
+        return len(step)
 
     def collect(self, launched: int) -> StepResult:
         return StepResult(np.full(launched, 5, np.int32), np.ones(launched, bool))

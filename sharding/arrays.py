@@ -119,8 +119,13 @@ def abstract_tree(specs: Any, place: Placement) -> Any:
 
 
 def zeros(spec: ArraySpec, place: Placement) -> jax.Array:
-    make = partial(jnp.zeros, spec.shape, spec.dtype)
-    return jax.jit(make, out_shardings=spec.sharding(place))()
+    return _zeros(spec, spec.sharding(place))()
+
+
+@lru_cache(maxsize=256)
+def _zeros(spec: ArraySpec, sharding: jax.sharding.NamedSharding) -> Callable[[], jax.Array]:
+    """One program for all arrays that are declared alike, as are the caches of all layers."""
+    return jax.jit(partial(jnp.zeros, spec.shape, spec.dtype), out_shardings=sharding)
 
 
 def load(spec: ArraySpec, place: Placement, read: Read) -> jax.Array:

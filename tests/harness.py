@@ -1,6 +1,7 @@
 """Running prompts through a real step, keeping the logits: what the equivalence tests compare."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -129,3 +130,19 @@ class Stepper:
         if len(trace.tokens) == count:
             request.finish("length")
             scheduler.release(request)
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Each program that XLA compiles, or the compilation cache gives, meanwhile."""
+    found: list[str] = []
+
+    def note(event: str, duration: float, **tags: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(str(tags.get("fun_name", event)))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)

@@ -1,5 +1,5 @@
 import random
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpjax.batch import PREFILL_TILE, SHORT_TILE, Shapes, build, scored_tokens
+from dcpjax.batch import PREFILL_TILE, SHORT_TILE, Shapes, build
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.outputs import RequestMetrics
 from dcpjax.request import UNKNOWN, Request
@@ -107,7 +107,7 @@ def steps(seed: int, shapes: Shapes) -> list[Scheduled]:
     made = [entry(number, dice.randint(0, most - count), count) for number, count in enumerate(counts)]
     for each in made:
         each.request.params = SamplingParams(prompt_logprobs=dice.choice([None, None, 1]))
-    return made
+    return [replace(each, samples=dice.random() < 0.7) for each in made]
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 600))
@@ -132,46 +132,11 @@ def test_every_token_is_in_exactly_one_tile_that_sees_all_its_context(seed, max_
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_rows_that_follow_the_last_tokens_are_those_of_scored_tokens(seed):
+def test_the_shape_of_a_batch_does_not_depend_on_what_is_chosen_or_scored(seed):
     step = steps(seed, SHAPES)
-    batch, scored = built(*step), scored_tokens(step)
-    rows = len(batch.seats)
+    batch = built(*step)
+    assert batch.last.shape == batch.seats.shape
     assert batch.last[: len(step)].tolist() == (np.cumsum([each.count for each in step]) - 1).tolist()
-    assert batch.last[rows:][: len(scored)].tolist() == [index for _, index, _ in scored]
-    for row, index, position in scored:
-        assert batch.work.rows[index] == row
-        assert batch.work.positions[index] == position
-    if not scored:
-        assert len(batch.last) == rows
-
-
-def positions(step: Sequence[Scheduled]) -> list[int]:
-    return [position for _, _, position in scored_tokens(step)]
-
-
-def test_a_prompt_token_is_scored_where_its_predecessor_runs():
-    """The last prompt token has no successor in the prompt; the first has no predecessor."""
-    assert positions([entry(0, 0, 4, prompt_logprobs=0)]) == [0, 1, 2]
-    assert positions([entry(0, 2, 2, prompt_logprobs=0)]) == [2]
-    assert positions([entry(0, 0, 1, prompt_logprobs=0)]) == []
-    assert positions([entry(0, 0, 4)]) == []
-
-
-def test_generated_tokens_are_not_scored_as_if_they_were_of_the_prompt():
-    assert positions([entry(0, 0, 6, prompt=3, prompt_logprobs=0)]) == [0, 1]
-    assert positions([entry(0, 4, 1, prompt=3, prompt_logprobs=0)]) == []
-
-
-def test_a_prompt_scored_in_chunks_is_scored_once():
-    whole = entry(0, 0, 20, prompt_logprobs=0)
-    chunks = [Scheduled(whole.request, start, 5, whole.block_table, start == 15) for start in range(0, 20, 5)]
-    assert [position for chunk in chunks for position in positions([chunk])] == list(range(19))
-
-
-def test_only_the_first_completion_is_scored():
-    follower = entry(1, 0, 4, prompt_logprobs=0)
-    follower.request.leader = entry(0, 0, 4).request
-    assert positions([follower]) == []
 
 
 def test_shapes_are_few():

@@ -106,6 +106,13 @@ def test_what_the_engine_refuses_is_an_error_record(tmp_path, engine, monkeypatc
     assert [body["message"] for body in bodies(tmp_path)] == ["the cache is too small"]
 
 
+def test_nobody_watches_the_tokens_of_a_batch(tmp_path, engine, monkeypatch):
+    seen, add = [], engine._llm.engine.add
+    monkeypatch.setattr(engine._llm.engine, "add", lambda request: (seen.append(request.streamed), add(request)))
+    run(tmp_path, engine, {"prompt": "abc", "max_tokens": 2, "n": 2})
+    assert seen == [False, False]
+
+
 def test_an_interrupted_job_ends_with_the_same_texts(tmp_path, engine):
     lines = [{"prompt": f"line {number}", "temperature": 1, "max_tokens": 6} for number in range(12)]
     texts = []

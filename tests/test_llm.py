@@ -339,6 +339,15 @@ def test_an_interrupt_after_a_step_costs_other_streams_nothing(
     assert seen == expected
 
 
+def test_a_stream_is_watched_token_by_token_and_a_call_for_its_results(llm: LLM, monkeypatch: Any) -> None:
+    seen, add = [], llm.engine.add
+    monkeypatch.setattr(llm.engine, "add", lambda request: (seen.append(request.streamed), add(request)))
+    llm.generate(["abc", "xyz"], GREEDY)
+    list(llm.stream("abc", GREEDY))
+    assert seen == [False, False, True]
+    assert not llm.engine.scheduler.limits.pace.always
+
+
 # --- prefix cache, log-probabilities and other options
 
 

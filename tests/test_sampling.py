@@ -566,10 +566,10 @@ def test_each_seat_learns_its_newest_token_and_the_others_keep_theirs():
     assert latest.dtype == sampled.tokens.dtype == np.int32
 
 
-def test_a_row_whose_choice_nobody_needs_asks_for_nothing_and_leaves_its_seat():
-    options = build([None, request(greedy(), seat=1)], 4)
+def test_rows_past_the_last_request_ask_for_nothing_and_leave_every_seat():
+    options = build([request(greedy(), seat=1)], 4)
     _, latest = draw(alike(), np.full(SEATS, 11, np.int32), options)
-    np.testing.assert_array_equal(options.seat, [-1, 1, -1, -1])
+    np.testing.assert_array_equal(options.seat, [1, -1, -1, -1])
     np.testing.assert_array_equal(latest, [11, 8] + [11] * 6)
 
 

@@ -551,6 +551,15 @@ def test_a_request_that_waits_for_its_token_is_not_made_to_wait_for_a_long_promp
     assert shown(plan.schedule()) == [(1, 0, 8)]
 
 
+def test_prompts_are_held_back_only_for_decodes_that_somebody_watches():
+    for streamed, always, prompt_tokens in ((True, False, 7), (False, False, 63), (False, True, 7)):
+        plan = scheduler(budget=64, pace=Pace(tokens=8, always=always))
+        decoding(plan, 1)
+        plan.running[0].streamed = streamed
+        plan.add(request(90, 100))
+        assert [entry.count for entry in advance(plan)] == [1, prompt_tokens]
+
+
 def test_without_a_pace_prompts_take_all_that_decodes_leave():
     plan = scheduler(budget=64)
     decoding(plan, 3)

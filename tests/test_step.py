@@ -14,11 +14,12 @@ from dcpjax.batch import build
 from dcpjax.config import EngineConfig
 from dcpjax.model_files import open_model
 from dcpjax.outputs import RequestMetrics
+from dcpjax.picks import Choice
 from dcpjax.request import Request
 from dcpjax.runner import Runner
 from dcpjax.sampling_params import SamplingParams
 from dcpjax.scheduler import Scheduled
-from dcpjax.step import padded_pairs
+from dcpjax.step import head_of, padded_pairs
 from dcpjax.step_result import StepResult
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
@@ -38,10 +39,11 @@ def make_runner(tp: int, dcp: int, **options: Any) -> Runner:
     return Runner(open_model(GOLDENS / "llama3"), config)
 
 
-def scheduled(lengths: list[int], count: int = 1) -> list[Scheduled]:
+def scheduled(lengths: list[int], count: int = 1, **params: Any) -> list[Scheduled]:
+    options = SamplingParams(**{"temperature": 0, **params})
     return [
         Scheduled(
-            Request(number, [3] * length, SamplingParams(temperature=0), 4, 0, frozenset(), RequestMetrics(0.0)),
+            Request(number, [3] * length, options, 4, 0, frozenset(), RequestMetrics(0.0)),
             length - count,
             count,
             list(range(8 * number, 8 * number + 8)),
@@ -56,8 +58,22 @@ def run(runner: Runner, step: list[Scheduled]) -> StepResult:
 
 
 def compiled(runner: Runner, step: list[Scheduled]) -> Any:
+    """The forward program of a step."""
     batch = build(step, runner.shapes, runner.geometry)
     return runner._forward.lower(runner.weights, runner.cache, runner.latest, batch).compile()
+
+
+def compiled_choice(runner: Runner, step: list[Scheduled]) -> Any:
+    """The program that chooses a step's next tokens."""
+    batch = build(step, runner.shapes, runner.geometry)
+    choice = Choice.of(step, batch, runner.shapes, runner.config.vocab_size)
+    assert choice is not None
+    hidden = np.zeros((len(choice.indices), runner.config.hidden_size), np.float32)
+    return runner._choose.lower(head_of(runner.weights), hidden, runner.latest, choice.options).compile()
+
+
+def collectives(program: Any) -> Counter[str]:
+    return Counter(kind for kind, _ in instructions(program.as_text()))
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
@@ -84,10 +100,9 @@ def test_the_step_holds_exactly_the_designed_collectives(tp: int, dcp: int, merg
     expected = Counter({kind: layers * count for kind, count in MERGE_COLLECTIVES[merge].items()})
     expected["all-reduce"] += 2 * layers  # o_proj and MLP
     expected["all-reduce"] += 1  # rows of the embedding
-    expected["all-gather"] += 1  # logits
     for step in (scheduled([20, 40]), scheduled([20], count=20)):
-        found = Counter(kind for kind, _ in instructions(compiled(runner, step).as_text()))
-        assert found == expected
+        assert collectives(compiled(runner, step)) == expected
+        assert collectives(compiled_choice(runner, step)) == {"all-gather": 1}  # logits
 
 
 def test_a_replicated_query_projection_saves_one_collective() -> None:
@@ -100,8 +115,7 @@ def test_a_replicated_query_projection_saves_one_collective() -> None:
 
 def test_tensor_parallelism_alone_merges_nothing() -> None:
     runner = make_runner(8, 1)
-    found = Counter(kind for kind, _ in instructions(compiled(runner, scheduled([20])).as_text()))
-    assert found == {"all-reduce": 2 * runner.config.num_layers + 1, "all-gather": 1}
+    assert collectives(compiled(runner, scheduled([20]))) == {"all-reduce": 2 * runner.config.num_layers + 1}
 
 
 @pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (1, 8), (2, 4), (8, 1)])
@@ -209,3 +223,96 @@ def test_sampling_leaves_the_tokens_of_other_seats_alone() -> None:
     before = np.array(runner.latest)
     token = run(runner, step).tokens[0]
     np.testing.assert_array_equal(np.array(runner.latest), [*before[:2], token, *before[3:]])
+
+
+# --- which tokens meet the head
+
+
+def silent(entry: Scheduled) -> Scheduled:
+    """A chunk that is not the end of its prompt."""
+    return replace(entry, samples=False)
+
+
+def seated(step: list[Scheduled]) -> list[Scheduled]:
+    for seat, entry in enumerate(step):
+        entry.request.seat = seat
+    return step
+
+
+@pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (2, 4)])
+def test_what_is_chosen_beside_an_unfinished_prompt_is_chosen_as_without_it(tp: int, dcp: int) -> None:
+    runner = make_runner(tp, dcp)
+    decode, chunk, prompt = seated([*scheduled([20]), *scheduled([9, 9, 9], count=9)[1:]])
+    runner.latest = runner.latest.at[:].set(99)
+    together = run(runner, [decode, silent(chunk), prompt])
+    latest = np.array(runner.latest).tolist()
+    assert together.tokens[1] == 0
+    assert latest == [together.tokens[0], 99, together.tokens[2], 99]
+    assert together.tokens[0] == run(runner, [decode]).tokens[0]
+    assert together.tokens[2] == run(runner, [prompt]).tokens[0]
+
+
+def test_a_step_in_which_nobody_chooses_ends_after_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(1, 1)
+    for program in ("_pick", "_choose", "_score_prompt"):
+        monkeypatch.setattr(runner, program, None)
+    before = np.array(runner.latest)
+    result = run(runner, [silent(entry) for entry in scheduled([9, 9], count=9)])
+    assert (result.tokens.tolist(), result.finite.tolist(), result.scores) == ([0, 0], [True, True], None)
+    np.testing.assert_array_equal(np.array(runner.latest), before)
+
+
+def test_a_step_of_many_rows_has_as_many_logits_as_it_chooses_tokens() -> None:
+    """Another number of rows beside it compiles no head anew."""
+    runner = make_runner(1, 1)
+    decode, *chunks = scheduled([20]) + scheduled([9, 9, 9], count=9)[1:]
+    for count in range(3):
+        run(runner, [decode, *map(silent, chunks[:count])])
+    assert runner._forward._cache_size() == 2
+    assert runner._choose._cache_size() == 1
+
+
+def test_how_many_prompt_tokens_are_scored_is_no_part_of_the_forward_program() -> None:
+    runner = make_runner(1, 1)
+    for params in ({}, {"prompt_logprobs": 0}, {"prompt_logprobs": 3}):
+        run(runner, scheduled([20], count=20, **params))
+    assert runner._forward._cache_size() == runner._choose._cache_size() == 1
+    assert runner._score_prompt._cache_size() == 2
+
+
+def test_prompt_scores_come_from_the_logits_after_the_token_before() -> None:
+    """Whether or not the step also chooses, and wherever in it the prompt lies."""
+    runner = make_runner(2, 2)
+    other, scored = *scheduled([7], count=7), scheduled([12, 12], count=12, prompt_logprobs=2)[1]
+    [alone] = run(runner, [scored]).prompt_scores or []
+    assert sorted(alone) == list(range(1, 12))
+    for step in ([other, scored], [silent(other), silent(scored)]):
+        result = run(runner, step)
+        assert result.prompt_scores is not None
+        assert result.prompt_scores[0] == {}
+        for position, found in result.prompt_scores[1].items():
+            assert found.token_id == 3
+            assert (found.rank, found.top_ids) == (alone[position].rank, alone[position].top_ids)
+            assert found.logprob == pytest.approx(alone[position].logprob, abs=1e-5)
+
+
+def test_log_probabilities_of_a_choice_go_to_the_entry_that_chose() -> None:
+    runner = make_runner(1, 1)
+    chunk, decode = *scheduled([9], count=9, logprobs=1), scheduled([5, 20], logprobs=1)[1]
+    result = run(runner, [silent(chunk), decode])
+    assert result.scores is not None
+    assert result.scores[0] is None
+    assert result.scores[1] is not None
+    assert result.scores[1].token_id == result.tokens[1]
+
+
+@pytest.mark.parametrize("chooses", [False, True])
+def test_a_row_that_is_not_finite_is_told_whether_or_not_it_chooses(chooses: bool) -> None:
+    """One of the two entries reads what the poisoned block holds; the other's answer is that of a clean cache."""
+    runner = make_runner(1, 1)
+    sick, well = scheduled([20, 33], count=4)
+    good = run(runner, [sick, well]).tokens[1]
+    runner.cache = jax.tree.map(lambda array: array.at[sick.block_table[0]].set(np.nan), runner.cache)
+    result = run(runner, [sick if chooses else silent(sick), well])
+    assert result.finite.tolist() == [False, True]
+    assert result.tokens[1] == good

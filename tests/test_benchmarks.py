@@ -1,0 +1,172 @@
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from harness import GOLDENS
+
+from dcpjax.gguf_file import GGUFSource, read_header
+from dcpjax.model_files import open_model
+from dcpjax.models.config import from_hf
+from dcpjax.outputs import RequestMetrics
+from dcpjax.request import Request
+from dcpjax.sampling_params import SamplingParams
+from dcpjax.scheduler import Scheduled
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+from bench_decode import read_all, row, write_gguf  # noqa: E402
+from bench_prefill import chunks, prefill_operations  # noqa: E402
+from bench_throughput import Answer, Kind, Profile, export, kind_of, random_prompts, report, rounds  # noqa: E402
+
+LLAMA_FIELDS = {
+    "llama.block_count": 1,
+    "llama.context_length": 64,
+    "llama.embedding_length": 32,
+    "llama.feed_forward_length": 48,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+}
+
+
+def refused(script: str, *arguments: str) -> str:
+    """The sentence with which a script ends itself."""
+    environment = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / script, *arguments], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 2, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def entry(count: int) -> Scheduled:
+    request = Request(0, [1] * 9, SamplingParams(), 1, 0, frozenset(), RequestMetrics(0.0))
+    return Scheduled(request, 0, count, [0], True)
+
+
+def test_a_row_shows_medians_spreads_rates_and_how_many_times_as_long_the_others_took():
+    cells = row([[0.010, 0.020, 0.030], [0.050, 0.050, 0.050]], 8, 0.25).split()
+    assert cells == ["|", "20.0", "[12-28]", "400", "25%", "|", "50.0", "[50-50]", "160", "2.50"]
+
+
+@pytest.mark.parametrize("length", [1, 7])
+def test_the_operations_of_a_prompt_are_those_of_its_products(length):
+    config = from_hf(open_model(GOLDENS / "smollm2").config)
+    width, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
+    attention = 2 * width * heads * head_dim + 2 * width * config.num_kv_heads * head_dim
+    layer = attention + 3 * width * config.intermediate_size
+    pairs = sum(position + 1 for position in range(length)) * heads * 2 * head_dim
+    expected = 2 * (config.num_layers * (length * layer + pairs) + config.vocab_size * width)
+    assert prefill_operations(config, length) == expected
+
+
+def test_a_prompt_longer_than_a_step_of_the_engine_is_also_timed_in_its_steps():
+    config = from_hf(open_model(GOLDENS / "smollm2").config)
+    assert [chunks(config, length) for length in (128, 512, 2048)] == [[128], [512], [2048, 512]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_exported_folder_opens_as_the_same_model(dtype, tmp_path):
+    source = open_model(GOLDENS / "smollm2")
+    export(source, tmp_path / "model", dtype)
+    copy = open_model(tmp_path / "model")
+    width = np.dtype(np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
+    expected, found = read_all(source), read_all(copy)
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], expected[name].astype(width).astype(np.float32)) for name in expected)
+    assert {copy.tensors().dtype(name) for name in found} == {width}
+    assert from_hf(copy.config | {"dtype": None}) == from_hf(source.config | {"dtype": None, "torch_dtype": None})
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", 0), ("bfloat16", 30)])
+def test_a_gguf_file_is_copied_with_its_fields_and_its_matrices_in_the_dtype_asked_for(dtype, kind, tmp_path):
+    source, target = quantised_gguf(tmp_path / "source.gguf"), tmp_path / "target.gguf"
+    write_gguf(source, target, dtype)
+    before, after = read_header(source), read_header(target)
+    assert after.fields == before.fields
+    assert {name: tensor.type for name, tensor in after.tensors.items()} == {"matrix.weight": kind, "vector.weight": 0}
+    for name in ("matrix.weight", "vector.weight"):
+        values = GGUFSource(source).read(name, (slice(None),))
+        width = np.float32 if name == "vector.weight" or dtype == "float32" else ml_dtypes.bfloat16
+        assert np.array_equal(GGUFSource(target).read(name, (slice(None),)), values.astype(width))
+
+
+def quantised_gguf(path: Path) -> Path:
+    gguf: Any = pytest.importorskip("gguf")
+    draw = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in LLAMA_FIELDS.items():
+        writer.add_uint32(key, value)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "ä", ""])
+    writer.add_array("tokenizer.ggml.scores", [0.5, -1.0, 0.0])
+    writer.add_key_value("large.numbers", [2**40], gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT64)
+    kind = gguf.GGMLQuantizationType.Q4_1
+    matrix = gguf.quants.quantize(draw.standard_normal((4, 64)).astype(np.float32), kind)
+    writer.add_tensor("matrix.weight", matrix, raw_dtype=kind)
+    writer.add_tensor("vector.weight", draw.standard_normal(64).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_random_prompts_are_the_same_for_the_same_seed_and_of_the_lengths_asked_for():
+    options = argparse.Namespace(prompts=50, input=[3, 5], seed=1)
+    prompts = random_prompts(options, 10)
+    assert prompts == random_prompts(options, 10)
+    assert prompts != random_prompts(argparse.Namespace(prompts=50, input=[3, 5], seed=2), 10)
+    assert {len(prompt) for prompt in prompts} == {3, 4, 5}
+    assert {token for prompt in prompts for token in prompt} == set(range(10))
+
+
+def test_sides_alternate_and_the_first_round_is_not_counted():
+    called, profile = [], Profile(Kind)
+
+    def side(name: str) -> Any:
+        def run() -> Answer:
+            called.append(name)
+            profile[name].steps += 1
+            return Answer(float(len(called)), [[len(called)]])
+
+        return run
+
+    answers = rounds({"a": side("a"), "b": side("b")}, 2, profile)
+    assert called == ["a", "b"] * 3
+    assert [answer.seconds for answer in answers["b"]] == [4.0, 6.0]
+    assert profile == {"a": Kind(steps=2), "b": Kind(steps=2)}
+
+
+def test_the_report_divides_tokens_by_the_median_and_the_others_time_by_ours():
+    answers = {
+        "ours": [Answer(2.0, [[1, 2], [5, 6]]), Answer(4.0, []), Answer(9.0, [])],
+        "vLLM": [Answer(1.0, [[1, 3], [4, 6]]), Answer(1.0, []), Answer(1.0, [])],
+    }
+    _, ours, theirs, alike = report(answers, [[7] * 10, [7] * 6]).splitlines()
+    assert ours.split() == ["ours", "4.0", "[2.0-9.0]", "5", "1", "1.00"]
+    assert theirs.split() == ["vLLM", "1.0", "[1.0-1.0]", "20", "4", "0.25"]
+    assert alike == "the first token of 1 of 2 answers is the same"
+
+
+@pytest.mark.parametrize(("counts", "kind"), [([1, 1], "decodes"), ([5, 3], "prompts"), ([1, 5], "both")])
+def test_a_step_is_named_by_what_it_holds(counts, kind):
+    assert kind_of([entry(count) for count in counts]) == kind
+
+
+def test_an_interpreter_without_vllm_is_refused_by_name():
+    pytest.importorskip("gguf")
+    sentence = refused("bench_throughput.py", "--vllm-python", sys.executable)
+    assert f"--vllm-python must be an interpreter that can import vllm, but is {sys.executable}: " in sentence
+    assert "No module named 'vllm'" in sentence
+    assert "/no/such/python" in refused("bench_throughput.py", "--vllm-python", "/no/such/python")
+
+
+@pytest.mark.parametrize("script", ["bench_decode.py", "bench_prefill.py"])
+def test_llama_cpp_is_refused_where_its_package_is_missing(script):
+    sentence = refused(script, "--llama-cpp")
+    assert "--llama-cpp must run in an environment with llama-cpp-python, but this one has none; pip" in sentence
