@@ -67,7 +67,9 @@ def main() -> None:
 
 
 def machine() -> str:
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    """What runs this, and how busy it was before: the others' thread pools suffer more from company than ours."""
+    name = platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
 
 
 def versions(options: argparse.Namespace) -> str:
