@@ -54,6 +54,19 @@ def golden(family: str) -> dict[str, np.ndarray]:
     return dict(np.load(GOLDENS / family / "golden.npz"))
 
 
+def golden_runner(family: str, tp: int, dcp: int, **options: Any) -> Runner:
+    """A golden checkpoint on a mesh, for steps of few and short requests."""
+    usual = {
+        "dtype": "float32",
+        "block_size": 16,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "kv_cache_memory_bytes": 2**20,
+    }
+    layout = {"tensor_parallel_size": tp * dcp, "decode_context_parallel_size": dcp}
+    return Runner(open_model(GOLDENS / family), EngineConfig.from_options(usual | layout | options))
+
+
 @cache
 def loaded(family: str, **options: Any) -> "Stepper":
     """A golden checkpoint on a layout; options are those of `EngineConfig`."""

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import GOLDENS, Stepper
+from harness import GOLDENS, Stepper, golden_runner
 from hypothesis import given
 from hypothesis import strategies as st
 from test_step import compiled, instructions, scheduled
 
 from dcpjax import runner as runner_module
 from dcpjax.batch import build
-from dcpjax.config import EngineConfig
 from dcpjax.model_files import open_model
 from dcpjax.models.config import from_hf
 from dcpjax.plan_floor import exchange
@@ -26,18 +25,7 @@ from dcpjax.sharding.mesh import Layout
 FAMILIES = ("llama3", "deepseek-v3")
 
 
-@cache
-def make_runner(family: str, tp: int, dcp: int, **options: Any) -> Runner:
-    config = EngineConfig(
-        tensor_parallel_size=tp * dcp,
-        decode_context_parallel_size=dcp,
-        dtype="float32",
-        block_size=16,
-        max_num_batched_tokens=32,
-        kv_cache_memory_bytes=2**20,
-        **{"max_num_seqs": 4} | options,
-    )
-    return Runner(open_model(GOLDENS / family), config)
+make_runner = cache(golden_runner)
 
 
 def merge_size(runner: Runner, rows: int) -> MergeSize:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from harness import GOLDENS, golden, loaded
+from harness import GOLDENS, golden, golden_runner, loaded
 from test_step import MERGE_COLLECTIVES, compiled, instructions, scheduled
 
 from dcpjax.config import EngineConfig
@@ -25,18 +25,7 @@ from dcpjax.sharding.mesh import Layout, check_layout
 
 @cache
 def runner(tp: int, dcp: int, merge: str = "ag_rs", **options: Any) -> Runner:
-    config = EngineConfig(
-        tensor_parallel_size=tp * dcp,
-        decode_context_parallel_size=dcp,
-        dcp_comm_backend=merge,
-        dtype="float32",
-        block_size=16,
-        max_num_seqs=4,
-        max_num_batched_tokens=32,
-        kv_cache_memory_bytes=2**20,
-        **options,
-    )
-    return Runner(open_model(GOLDENS / "deepseek-v3"), config)
+    return golden_runner("deepseek-v3", tp, dcp, dcp_comm_backend=merge, **options)
 
 
 # --- what is declared

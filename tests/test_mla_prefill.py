@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import GOLDENS, Stepper, Trace, golden
+from harness import GOLDENS, Stepper, Trace, golden, golden_runner
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_flops import config_of, flops
@@ -84,17 +84,7 @@ def test_a_prompt_attends_as_one_where_a_step_is_long_enough_to_gain():
 
 @cache
 def runner(tp: int, dcp: int, *, tokens: int = 64, **options: Any) -> Runner:
-    config = EngineConfig(
-        tensor_parallel_size=tp * dcp,
-        decode_context_parallel_size=dcp,
-        dtype="float32",
-        block_size=16,
-        max_num_seqs=4,
-        max_num_batched_tokens=tokens,
-        kv_cache_memory_bytes=2**20,
-        **options,
-    )
-    return Runner(open_model(GOLDENS / "deepseek-v3"), config)
+    return golden_runner("deepseek-v3", tp, dcp, max_num_batched_tokens=tokens, **options)
 
 
 def test_only_steps_with_large_tiles_are_up_projected_and_no_other_body_is():

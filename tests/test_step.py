@@ -3,16 +3,15 @@
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial as bind
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from harness import GOLDENS
+from harness import golden_runner
 
 from dcpjax.batch import build
-from dcpjax.config import EngineConfig
-from dcpjax.model_files import open_model
 from dcpjax.outputs import RequestMetrics
 from dcpjax.picks import Choice
 from dcpjax.request import Request
@@ -25,18 +24,7 @@ from dcpjax.step_result import StepResult
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
 
 
-def make_runner(tp: int, dcp: int, **options: Any) -> Runner:
-    config = EngineConfig(
-        tensor_parallel_size=tp * dcp,
-        decode_context_parallel_size=dcp,
-        dtype="float32",
-        block_size=16,
-        max_num_seqs=4,
-        max_num_batched_tokens=32,
-        kv_cache_memory_bytes=2**20,
-        **options,
-    )
-    return Runner(open_model(GOLDENS / "llama3"), config)
+make_runner = bind(golden_runner, "llama3")
 
 
 def scheduled(lengths: list[int], count: int = 1, **params: Any) -> list[Scheduled]:
