@@ -10,21 +10,19 @@ Small models with dummy weights on this machine's devices, virtual ones on CPU; 
 """
 
 import argparse
-import os
-import platform
 import random
 import statistics
 from collections.abc import Sequence
 
 import jax
 import numpy as np
-from bench_trace import SHAPES, Replay, run
+from bench_decode import machine
+from bench_trace import SHAPES, Replay, byte_count, layout, run
 
 from dcpjax import LLM
 from dcpjax.trace import MOONCAKE_TOKENS_PER_HASH, TraceRequest, read_trace, scaled
 
 UNPACED = 10**9  # as calls that wait for results: a layout that computes histories again is not held back besides
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def main() -> None:
@@ -32,7 +30,7 @@ def main() -> None:
     trace = read_trace(options.trace, options.limit) if options.trace else agents(options.limit, options.turns, seed=0)
     requests = scaled(trace, options.scale)
     lengths = [request.input_length for request in requests]
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}")
+    print(f"{machine()}; jax {jax.__version__}")
     print(
         f"{options.model}, {len(requests)} requests of {min(lengths)} .. {max(lengths)} tokens (median "
         f"{int(statistics.median(lengths))}), {options.kv_cache_memory_bytes:,} bytes of cache per device"
@@ -107,30 +105,18 @@ def _at(values: Sequence[float], percent: float) -> float:
     return float(np.percentile(values, percent)) if values else float("nan")
 
 
-def _bytes(text: str) -> int:
-    for unit, size in UNITS.items():
-        if text.endswith(unit):
-            return int(text.removesuffix(unit)) * size
-    return int(text)
-
-
-def _layout(text: str) -> tuple[int, int]:
-    tp, dcp = text.split(",")
-    return int(tp), int(dcp)
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", nargs="?", help="a Mooncake file; without one made-up agents run")
     parser.add_argument("--model", choices=SHAPES, default="mla")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--layouts", type=_layout, nargs="+", default=[(8, 1), (1, 8)], metavar="TP,DCP")
+    parser.add_argument("--layouts", type=layout, nargs="+", default=[(8, 1), (1, 8)], metavar="TP,DCP")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--scale", type=int, default=16, help="divides every length of the trace")
     parser.add_argument("--limit", type=int, default=32, help="requests")
     parser.add_argument("--turns", type=int, default=4, help="of each made-up agent; with 1 no history returns")
     parser.add_argument("--block-size", type=int, default=128)
-    parser.add_argument("--kv-cache-memory-bytes", type=_bytes, default=_bytes("6MiB"), metavar="BYTES")
+    parser.add_argument("--kv-cache-memory-bytes", type=byte_count, default=byte_count("6MiB"), metavar="BYTES")
     parser.add_argument("--max-num-batched-tokens", type=int, default=256)
     return parser.parse_args()
 

@@ -9,13 +9,12 @@ SmolLM2's width; fewer layers make both sides of the ratio faster alike.
 """
 
 import argparse
-import os
-import platform
 import time
 from collections.abc import Iterator
 
 import jax
 import numpy as np
+from bench_decode import machine
 
 from dcpjax import LLM, SamplingParams
 from dcpjax.completion import Job
@@ -35,7 +34,7 @@ USUAL = 64  # gaps that say what is usual
 
 def main() -> None:
     options = _options()
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}")
+    print(f"{machine()}; jax {jax.__version__}")
     print("pace     | usual gap ms | beside the prompt p50   p99   worst | p99 / usual | prompt took")
     for name, tokens in (("engine's", None), ("none", options.max_num_batched_tokens)):
         llm = _llm(options, tokens)

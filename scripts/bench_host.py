@@ -8,8 +8,6 @@ a second one decodes on the real device, alternating between `async_scheduling` 
 """
 
 import argparse
-import os
-import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from bench_decode import machine
 
 from dcpjax import LLM, SamplingParams
 from dcpjax.batch import Shapes, build
@@ -54,7 +53,7 @@ class InstantDevice:
 
 def main() -> None:
     options = _options()
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}")
+    print(f"{machine()}; jax {jax.__version__}")
     print("host alone, context 512   batch | us per step, median  [fastest .. slowest tenth]")
     for sampling in ("greedy", "drawn"):
         for batch in options.batch:

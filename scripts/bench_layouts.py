@@ -7,13 +7,11 @@ Layouts of one context and batch take turns, so that all meet the same machine; 
 """
 
 import argparse
-import os
-import platform
 import statistics
 from typing import Any
 
 import jax
-from bench_decode import Step, alternate
+from bench_decode import Step, alternate, machine
 from bench_trace import SHAPES
 
 from dcpjax.config import EngineConfig
@@ -28,7 +26,7 @@ from dcpjax.scheduler import Scheduled
 
 def main() -> None:
     options = _options()
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}")
+    print(f"{machine()}; jax {jax.__version__}")
     print(f"{options.merge} merge, {options.rounds} x 5 steps; bytes per device: cache in use, sent per step over dcp")
     print("model context batch | tp x dcp |      ms  [10%-90%]  ratio | cache KiB  ratio | sent KiB")
     for kind in options.models:

@@ -10,7 +10,8 @@ import argparse
 import random
 import statistics
 
-from bench_decode import Step, alternate, greedy_request, machine, make_runner, spread, versions
+import jax
+from bench_decode import Step, alternate, greedy_request, machine, make_runner, spread
 
 from dcpjax.model_files import open_model
 from dcpjax.runner import Runner
@@ -20,7 +21,7 @@ from dcpjax.scheduler import Scheduled
 def main() -> None:
     options = _options()
     files = open_model(options.model)
-    print(f"{machine()}; {versions(options)}; context {options.context} in the mean")
+    print(f"{machine()}; jax {jax.__version__}; context {options.context} in the mean")
     print("dtype     batch | tidy ms  [10%-90%] | mixed ms  [10%-90%] | tidy / mixed")
     for dtype in options.dtype:
         for batch in options.batch:
@@ -64,7 +65,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.set_defaults(alone=True, llama_cpp=False)
     return parser.parse_args()
 
 

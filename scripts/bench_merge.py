@@ -9,8 +9,6 @@ model, and the time of a merge relative to ag_rs. On accelerators the links are 
 """
 
 import argparse
-import os
-import platform
 import re
 import statistics
 import time
@@ -20,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from bench_decode import machine
 from jax.sharding import Mesh, PartitionSpec
 
 from dcpjax.devices import ensure_devices
@@ -48,7 +47,7 @@ def main() -> None:
     ensure_devices(options.dcp)
     mesh = make_mesh(Layout(tensor_parallel_size=options.dcp, decode_context_parallel_size=options.dcp))
     device = mesh.devices.flat[0]
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}")
+    print(f"{machine()}; jax {jax.__version__}")
     links = {name: {ranks: published(cable, ranks) for ranks in PAPER_RANKS} for name, cable in CABLES.items()}
     found = measured(mesh) if device.platform != "cpu" else None
     if found is not None:

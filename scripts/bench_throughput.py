@@ -29,6 +29,7 @@ import jax
 import ml_dtypes
 import numpy as np
 from bench_decode import machine, read_all
+from bench_trace import byte_count
 from safetensors.numpy import save_file
 
 from dcpjax import LLM, SamplingParams
@@ -291,13 +292,6 @@ def profile_table(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def _bytes(text: str) -> int:
-    for unit, size in {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}.items():
-        if text.endswith(unit):
-            return int(text.removesuffix(unit)) * size
-    return int(text)
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -305,7 +299,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--input", type=int, nargs=2, default=[256, 1024], metavar=("LEAST", "MOST"))
     parser.add_argument("--output", type=int, default=128, help="new tokens of each answer")
-    parser.add_argument("--kv-cache-memory-bytes", type=_bytes, default=_bytes("4GiB"), metavar="BYTES")
+    parser.add_argument("--kv-cache-memory-bytes", type=byte_count, default=byte_count("4GiB"), metavar="BYTES")
     parser.add_argument("--max-num-batched-tokens", type=int, help="of ours; vLLM keeps its default")
     parser.add_argument("--max-mixed-prefill-tokens", type=int, help="of ours")
     parser.add_argument("--rounds", type=int, default=3)

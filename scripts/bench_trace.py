@@ -9,8 +9,6 @@ a small model with dummy weights runs (`--preset`), cut to `--layers` layers.
 """
 
 import argparse
-import os
-import platform
 import re
 import statistics
 import time
@@ -20,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from bench_decode import machine
 
 from dcpjax import LLM, SamplingParams
 from dcpjax.trace import TraceRequest, ideal_hit_rate, read_trace, scaled, synthesise
@@ -69,7 +68,7 @@ class Replay:
 def main() -> None:
     options = _options()
     requests = scaled(read_trace(options.trace, options.limit), options.scale)
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}")
+    print(f"{machine()}; jax {jax.__version__}")
     print(
         f"{len(requests)} requests, prompts of {_spread([r.input_length for r in requests])} tokens, answers of "
         f"{_spread([r.output_length for r in requests])}; an endless cache would hit {_ideal(requests, options):.0%}"
@@ -161,14 +160,16 @@ def _ideal(requests: Sequence[TraceRequest], options: argparse.Namespace) -> flo
     return ideal_hit_rate(requests, options.block_size)
 
 
-def _bytes(text: str) -> int:
+def byte_count(text: str) -> int:
+    """What an option like 4194304 or 4MiB says."""
     match = re.fullmatch(r"(\d+)\s*(KiB|MiB|GiB|)", text)
     if not match:
         raise argparse.ArgumentTypeError(f"must be bytes like 4194304 or 4MiB, but is {text!r}")
     return int(match[1]) * UNITS[match[2]]
 
 
-def _layout(text: str) -> tuple[int, int]:
+def layout(text: str) -> tuple[int, int]:
+    """TP,DCP."""
     tp, dcp = text.split(",")
     return int(tp), int(dcp)
 
@@ -179,11 +180,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", help="a folder, alias or hub id; without it the dummy model of --preset runs")
     parser.add_argument("--preset", choices=SHAPES, default="mla")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--layouts", type=_layout, nargs="+", default=[(8, 1), (1, 8)], metavar="TP,DCP")
+    parser.add_argument("--layouts", type=layout, nargs="+", default=[(8, 1), (1, 8)], metavar="TP,DCP")
     parser.add_argument("--scale", type=int, default=32, help="divides every length and the 512 tokens of a hash id")
     parser.add_argument("--limit", type=int, default=100, help="requests")
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--kv-cache-memory-bytes", type=_bytes, default=_bytes("4MiB"), metavar="BYTES")
+    parser.add_argument("--kv-cache-memory-bytes", type=byte_count, default=byte_count("4MiB"), metavar="BYTES")
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--max-num-batched-tokens", type=int, default=256)
     return parser.parse_args()
