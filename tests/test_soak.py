@@ -62,7 +62,7 @@ class Traffic:
                 if not job.completions:
                     self.llm.start(job)
             self.llm.advance()
-            if self.dice.random() < 0.02:
+            if self.dice.random() < 0.03:
                 self.llm.abandon([running.pop(self.dice.randrange(len(running)))])
             kept += [job for job in running if job.output.finished and job.index % every == 0]
             running = [job for job in running if not job.output.finished]
