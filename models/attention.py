@@ -322,8 +322,10 @@ def choose_body(cache: Cache, work: Work, runtime: Runtime) -> Callable[..., Par
     if runtime.attention_body == "gather":
         return paged_partial_gathered
     platform = runtime.place.mesh.devices.flat[0].platform
-    if runtime.attention_body == "loop" or (runtime.attention_body == "auto" and platform == "cpu"):
+    if runtime.attention_body == "loop":
         return paged_partial
+    if runtime.attention_body == "auto" and platform == "cpu":
+        return _cpu_body(cache, runtime)
     # here, not above: Pallas imports this file, is slow to import, and a CPU never needs it
     from dcpjax.models.pallas_attention import paged_partial_kernel, suits
 
@@ -334,4 +336,13 @@ def choose_body(cache: Cache, work: Work, runtime: Runtime) -> Callable[..., Par
             f"attention_body must be 'auto' or 'loop' on {platform} with heads of {cache.value_dim} values and "
             f"{runtime.geometry.slots} slots per block and rank, but is 'pallas'; use 'auto'"
         )
+    return paged_partial
+
+
+def _cpu_body(cache: Cache, runtime: Runtime) -> Callable[..., Partial]:
+    # here, not above, as in `choose_body`
+    from dcpjax.models.numba_attention import paged_partial_numba, suits
+
+    if suits(cache, runtime.geometry):
+        return bind(paged_partial_numba, parallel=runtime.place.mesh.size == 1)
     return paged_partial

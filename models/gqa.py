@@ -6,10 +6,11 @@ from typing import Any
 import jax
 from flax import struct
 
+from dcpjax.models import layers
 from dcpjax.models.attention import Runtime, Work, attend_on_device
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import LayerCache
-from dcpjax.models.layers import Rotary, dot, rms_norm, rotate
+from dcpjax.models.layers import Rotary, rms_norm, rotate
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.merge import gather_over_dcp
 from dcpjax.sharding.mesh import Layout
@@ -118,6 +119,7 @@ def run(
     5. keep the features of the own o_proj rows  [N, F / dcp]
     """
     place = runtime.place
+    dot = bind(layers.dot, lone_cpu=place.lone_cpu)
     with jax.named_scope("qkv"):
         q = place.constrain(dot(x, weights.q, weights.q_bias), None, "query")
         k = place.constrain(dot(x, weights.k, weights.k_bias), None, "kv_heads")

@@ -10,15 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from dcpjax.models import numba_dot
 from dcpjax.models.config import RopeConfig
 
 
-def dot(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def dot(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, lone_cpu: bool = False) -> jax.Array:
     """x [N, I] float32, weight [O, I] -> [N, O] float32.
 
+    `lone_cpu`: the only device is a CPU, for which there is a kernel of few rows.
     `preferred_element_type` keeps bfloat16 products on the fused path: without it XLA's CPU backend widens the
     weight first. There a single bfloat16 row has no fast path at all, so it travels with a second row of zeros.
     """
+    if lone_cpu and numba_dot.suits(x, weight):
+        y = numba_dot.few_rows_dot(x.astype(jnp.float32), weight)
+        return y if bias is None else y + bias.astype(jnp.float32)[None, :]
     rows = x.shape[0]
     x = x.astype(weight.dtype)
     if rows == 1 and weight.dtype == jnp.bfloat16:

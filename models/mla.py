@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dcpjax.models import layers
 from dcpjax.models.attention import Runtime, Work, attend_on_device
 from dcpjax.models.config import MLAConfig, ModelConfig
 from dcpjax.models.kv_cache import LatentCache
-from dcpjax.models.layers import Rotary, dot, rms_norm, rotate, split_pairs
+from dcpjax.models.layers import Rotary, rms_norm, rotate, split_pairs
 from dcpjax.models.mla_prefill import UpProjection, prompt_partial, up_projects
 from dcpjax.models.names import HeadRows
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
@@ -107,6 +108,7 @@ def run(
     4. merge over dcp                            by lse -> [N, H / T * Y], the rows of the own o_proj
     """
     place, mla = runtime.place, _config(config)
+    dot = bind(layers.dot, lone_cpu=place.lone_cpu)
     with jax.named_scope("qkv"):
         q_input = x if weights.q_down is None else rms_norm(dot(x, weights.q_down), weights.q_norm, config.rms_norm_eps)
         q = place.constrain(dot(q_input, weights.q), None, "query")

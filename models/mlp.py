@@ -31,10 +31,10 @@ def names(root: str) -> MLPWeights:
 
 def run(weights: MLPWeights, x: jax.Array, place: Placement) -> jax.Array:
     """x [N, M] -> [N, M]."""
-    gated = place.constrain(swiglu(x, weights.gate, weights.up), None, "ffn")
-    return place.constrain(dot(gated, weights.down), None, None)
+    gated = place.constrain(swiglu(x, weights.gate, weights.up, lone_cpu=place.lone_cpu), None, "ffn")
+    return place.constrain(dot(gated, weights.down, lone_cpu=place.lone_cpu), None, None)
 
 
-def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, *, lone_cpu: bool = False) -> jax.Array:
     """x [N, M], gate and up [F, M] -> [N, F]."""
-    return jax.nn.silu(dot(x, gate)) * dot(x, up)
+    return jax.nn.silu(dot(x, gate, lone_cpu=lone_cpu)) * dot(x, up, lone_cpu=lone_cpu)

@@ -74,6 +74,11 @@ class Placement:
     def dcp(self) -> int:
         return self.mesh.shape[DCP]
 
+    @property
+    def lone_cpu(self) -> bool:
+        """Whether the only device is a CPU, whose cores are all its own."""
+        return self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
+
     def spec(self, *axes: str | None) -> PartitionSpec:
         return self.rules.spec(axes)
 

@@ -1,0 +1,122 @@
+"""Numba functions as XLA custom calls: what a handler reads of XLA's call frame.
+
+The frame is a C struct of 8-byte words (jaxlib's `xla/ffi/api/c_api.h`); a buffer's shape travels with it, so one
+handler serves every shape. Knows nothing about what is computed.
+
+    frame      | 1 extensions | 7 how many arguments | 9 arguments | 12 how many results | 14 results |
+    buffer     | 3 data | 4 rank | 5 dimensions |
+    extension  | 3 metadata |                     there when a handler is registered and asked for its version
+    metadata   | 3 version, two halves |
+"""
+
+import ctypes
+from functools import cache as once
+from importlib.metadata import PackageNotFoundError, files
+from typing import Any
+
+import jax
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+VERSION = 3 << 32  # minor 3, major 0 of the interface that the words above follow
+
+
+@intrinsic
+def _pointer(typing: Any, address: Any) -> Any:
+    """An address as a pointer."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@njit(cache=True)
+def words(address: int, count: int) -> np.ndarray:
+    """int64 [count] at an address."""
+    return carray(_pointer(address), count, np.int64)
+
+
+@njit(cache=True)
+def data(buffer: int) -> Any:
+    """Pointer to the numbers of a buffer."""
+    return _pointer(words(buffer, 6)[3])
+
+
+@njit(cache=True)
+def _dimensions(buffer: int) -> np.ndarray:
+    header = words(buffer, 6)
+    return words(header[5], header[4])
+
+
+@njit(cache=True)
+def shape1(buffer: int) -> int:
+    return _dimensions(buffer)[0]
+
+
+@njit(cache=True)
+def shape2(buffer: int) -> tuple[int, int]:
+    sizes = _dimensions(buffer)
+    return sizes[0], sizes[1]
+
+
+@njit(cache=True)
+def shape4(buffer: int) -> tuple[int, int, int, int]:
+    sizes = _dimensions(buffer)
+    return sizes[0], sizes[1], sizes[2], sizes[3]
+
+
+@njit(cache=True)
+def shape5(buffer: int) -> tuple[int, int, int, int, int]:
+    sizes = _dimensions(buffer)
+    return sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]
+
+
+HANDLER = types.int64(types.CPointer(types.int64))  # call frame -> error, 0 for none
+
+
+@njit(cache=True)
+def answers(frame_pointer: Any) -> bool:
+    """Whether this was only the question for the handler's version, asked when it is registered."""
+    frame = carray(frame_pointer, 15)
+    if frame[1] != 0:
+        words(words(frame[1], 4)[3], 4)[3] = VERSION
+    return frame[1] != 0
+
+
+@njit(cache=True)
+def arguments(frame_pointer: Any) -> np.ndarray:
+    """Addresses of the argument buffers."""
+    frame = carray(frame_pointer, 15)
+    return words(frame[9], frame[7])
+
+
+@njit(cache=True)
+def results(frame_pointer: Any) -> np.ndarray:
+    """Addresses of the result buffers."""
+    frame = carray(frame_pointer, 15)
+    return words(frame[14], frame[12])
+
+
+def register(name: str, handler: Any) -> None:
+    """Make a compiled handler the CPU's custom call `name`."""
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
+    _registered.append(handler)  # or its code would be freed
+
+
+_registered: list[Any] = []
+
+
+@once
+def threads_are_safe() -> bool:
+    """Whether Numba finds Intel's TBB. Its other thread pools break when two engines use them, or wait by spinning."""
+    try:
+        for file in files("tbb") or ():
+            if file.name == "libtbb.so.12":
+                ctypes.CDLL(str(file.locate()))
+        from numba.np.ufunc import tbbpool  # noqa: F401
+    except (PackageNotFoundError, ImportError, OSError):
+        return False
+    return True

@@ -1,0 +1,87 @@
+"""Matrix products of a few rows on a CPU, compiled by Numba: as fast as the weights can be read from memory.
+
+Works on plain arrays: knows nothing about JAX or models.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import carray, cfunc, from_dtype, njit, prange
+
+from dcpjax.models import numba_call
+from dcpjax.models.numba_call import data, shape2
+from dcpjax.models.numba_vector import LANES, horizontal_sum, load, multiply_add_vectors, prefetch, zeros
+
+BLOCK = 32  # columns of the result that one thread computes before it takes the next
+AHEAD = 2048  # weights: how far ahead of use they are asked for
+ROWS = 4  # rows of x that meet a row of weights while it is in a register
+
+_compile = njit(error_model="numpy", nogil=True, cache=True)
+
+
+@_compile
+def multiply_in_turn(y: np.ndarray, x: np.ndarray, weight: np.ndarray) -> None:
+    """y [N, O] = x [N, I] float32 times weight [O, I], float32 or bfloat16 as uint16; I a multiple of LANES."""
+    for block in range(-(-weight.shape[0] // BLOCK)):
+        _multiply_block(y, x.reshape(-1), weight.reshape(-1), block)
+
+
+@njit(error_model="numpy", nogil=True, cache=True, parallel=True)
+def multiply_in_parallel(y: np.ndarray, x: np.ndarray, weight: np.ndarray) -> None:
+    for block in prange(-(-weight.shape[0] // BLOCK)):
+        _multiply_block(y, x.reshape(-1), weight.reshape(-1), block)
+
+
+@_compile
+def _multiply_block(y: np.ndarray, x: np.ndarray, weight: np.ndarray, block: int) -> None:
+    size, end = x.shape[0] // y.shape[0], min((block + 1) * BLOCK, y.shape[1])
+    for column in range(block * BLOCK, end, 2):
+        for row in range(0, y.shape[0], ROWS):
+            _multiply_few(y, x, weight, size, column, min(column + 1, end - 1), row)
+
+
+@_compile
+def _multiply_few(
+    y: np.ndarray, x: np.ndarray, weight: np.ndarray, size: int, column: int, other: int, row: int
+) -> None:
+    """ROWS rows by two columns. Where there are fewer the last is computed repeatedly, and stored as often."""
+    last = y.shape[0] - 1
+    b, c, d = min(row + 1, last), min(row + 2, last), min(row + 3, last)
+    a0, b0, c0, d0 = zeros(), zeros(), zeros(), zeros()
+    a1, b1, c1, d1 = zeros(), zeros(), zeros(), zeros()
+    for i in range(0, size, LANES):
+        w0, w1 = load(weight, column * size + i), load(weight, other * size + i)
+        prefetch(weight, column * size + i + AHEAD)
+        prefetch(weight, other * size + i + AHEAD)
+        v = load(x, row * size + i)
+        a0, a1 = multiply_add_vectors(v, w0, a0), multiply_add_vectors(v, w1, a1)
+        v = load(x, b * size + i)
+        b0, b1 = multiply_add_vectors(v, w0, b0), multiply_add_vectors(v, w1, b1)
+        v = load(x, c * size + i)
+        c0, c1 = multiply_add_vectors(v, w0, c0), multiply_add_vectors(v, w1, c1)
+        v = load(x, d * size + i)
+        d0, d1 = multiply_add_vectors(v, w0, d0), multiply_add_vectors(v, w1, d1)
+    y[row, column], y[row, other] = horizontal_sum(a0), horizontal_sum(a1)
+    y[b, column], y[b, other] = horizontal_sum(b0), horizontal_sum(b1)
+    y[c, column], y[c, other] = horizontal_sum(c0), horizontal_sum(c1)
+    y[d, column], y[d, other] = horizontal_sum(d0), horizontal_sum(d1)
+
+
+def handler(stored: np.dtype, parallel: bool) -> Any:
+    """Custom call (x [N, I] float32, weight [O, I] of this dtype) -> y [N, O] float32."""
+    multiply, kind = multiply_in_parallel if parallel else multiply_in_turn, from_dtype(stored)
+
+    @cfunc(numba_call.HANDLER, error_model="numpy")
+    def handle(frame_pointer: Any) -> int:
+        if numba_call.answers(frame_pointer):
+            return 0
+        arguments = numba_call.arguments(frame_pointer)
+        x, weight, y = arguments[0], arguments[1], numba_call.results(frame_pointer)[0]
+        multiply(
+            carray(data(y), shape2(y), np.float32),
+            carray(data(x), shape2(x), np.float32),
+            carray(data(weight), shape2(weight), kind),
+        )
+        return 0
+
+    return handle
