@@ -9,6 +9,9 @@ handler serves every shape. Knows nothing about what is computed.
     metadata   | 3 version, two halves |
 """
 
+# Numba calls these functions otherwise than they are defined
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
 import ctypes
 from functools import cache as once
 from importlib.metadata import PackageNotFoundError, files
@@ -27,7 +30,7 @@ VERSION = 3 << 32  # minor 3, major 0 of the interface that the words above foll
 def _pointer(typing: Any, address: Any) -> Any:
     """An address as a pointer."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), generate

@@ -8,6 +8,9 @@ The innermost loops are functions of their own over flat rows: in that form LLVM
 plain arrays: knows tiles, blocks and slots, knows nothing about JAX.
 """
 
+# Numba calls these functions otherwise than they are defined
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
 from typing import Any
 
 import numpy as np
@@ -292,7 +295,7 @@ def _exp(x: np.float32) -> np.float32:
 def _power_of_two(typingctx: Any, exponent: Any) -> Any:
     """2 ** n for a whole float32 n: its exponent bits."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         word = ir.IntType(32)
         biased = builder.add(builder.fptosi(arguments[0], word), ir.Constant(word, 127))
         return builder.bitcast(builder.shl(biased, ir.Constant(word, 23)), ir.FloatType())

@@ -3,6 +3,9 @@
 Works on plain arrays: knows nothing about JAX or models.
 """
 
+# Numba calls these functions otherwise than they are defined
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
 from typing import Any
 
 import numpy as np

@@ -4,6 +4,9 @@ LLVM makes such code of loops by itself only where it can prove much about them;
 CPU: on one whose registers are shorter a vector takes several. Knows nothing about attention.
 """
 
+# Numba calls these functions otherwise than they are defined
+# pyright: reportCallIssue=false, reportArgumentType=false
+
 from typing import Any
 
 from llvmlite import ir
@@ -33,7 +36,7 @@ class _VectorModel(models.PrimitiveModel):
 def load(typing: Any, array: Any, index: Any) -> Any:
     """array[index : index + LANES] as float32. uint16 holds bfloat16, the upper half of a float32."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         pointer = _pointer(context, builder, signature, values)
         if signature.args[0].dtype == types.float32:
             return builder.load(builder.bitcast(pointer, _FLOATS.as_pointer()), align=4)
@@ -48,7 +51,7 @@ def load(typing: Any, array: Any, index: Any) -> Any:
 def store(typing: Any, array: Any, index: Any, vector: Any) -> Any:
     """array[index : index + LANES] = vector, of a float32 array."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         pointer = _pointer(context, builder, signature, values)
         builder.store(values[2], builder.bitcast(pointer, _FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
@@ -58,7 +61,7 @@ def store(typing: Any, array: Any, index: Any, vector: Any) -> Any:
 
 @intrinsic
 def zeros(typing: Any) -> Any:
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         return ir.Constant(_FLOATS, None)
 
     return _vector(), generate
@@ -68,7 +71,7 @@ def zeros(typing: Any) -> Any:
 def multiply_add_vectors(typing: Any, left: Any, right: Any, addend: Any) -> Any:
     """left * right + addend, lane by lane, rounded once where the CPU can."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         fused = ["contract"]
         return builder.fadd(builder.fmul(values[0], values[1], flags=fused), values[2], flags=fused)
 
@@ -79,7 +82,7 @@ def multiply_add_vectors(typing: Any, left: Any, right: Any, addend: Any) -> Any
 def horizontal_sum(typing: Any, vector: Any) -> Any:
     """The lanes' sum: halves are added until one is left."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         (sums,), word = values, ir.IntType(32)
         for half in (8, 4, 2, 1):
             kind = ir.VectorType(word, half)
@@ -95,7 +98,7 @@ def horizontal_sum(typing: Any, vector: Any) -> Any:
 def multiply_add(typing: Any, factor: Any, vector: Any, addend: Any) -> Any:
     """factor * vector + addend, rounded once where the CPU can; the factor is one float32."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         lane, fused = ir.Constant(ir.IntType(32), 0), ["contract"]
         single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), values[0], lane)
         spread = builder.shuffle_vector(single, single, ir.Constant(_WORDS, [0] * LANES))
@@ -108,7 +111,7 @@ def multiply_add(typing: Any, factor: Any, vector: Any, addend: Any) -> Any:
 def prefetch(typing: Any, array: Any, index: Any) -> Any:
     """Ask for the cache line of array[index], of any index: nothing is read."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
         function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
@@ -119,6 +122,6 @@ def prefetch(typing: Any, array: Any, index: Any) -> Any:
     return types.void(array, types.intp), generate
 
 
-def _pointer(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+def _pointer(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
     array = context.make_array(signature.args[0])(context, builder, values[0])
     return builder.gep(array.data, [values[1]])

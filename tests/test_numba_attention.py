@@ -1,0 +1,152 @@
+"""The CPU kernel against the XLA loop and whole attention: every rank, tiles of one and of eight tokens."""
+
+from collections.abc import Sequence
+from functools import cache, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_attention import dense
+from test_pallas_attention import ROWS, Paging, Span, assert_close, live, paging, scheduled
+
+from dcpjax.models import numba_attention, numba_call
+from dcpjax.models.attention import Work, paged_partial
+from dcpjax.models.kv_cache import CacheGeometry, LatentCache, LayerCache, encode
+from dcpjax.models.numba_attention import MOST_TOKENS, paged_partial_numba, suits
+from dcpjax.sharding.merge import Partial, merge
+
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 64
+PAGINGS = [
+    paging(64, 2, 4, 500),  # 32 slots in a block
+    paging(256, 1, 1, 600),
+    paging(256, 8, 1, 1100),
+    paging(1280, 2, 640, 3000),  # 640 slots in a block: two chunks and a half
+]
+
+
+def spans(where: Paging) -> list[Span]:
+    """Decodes at the edges of blocks and at the end, prompts of more and of less than a tile; 24 tokens in all."""
+    size = where.geometry.block_size
+    return [(where.context - 1, 1), (size - 1, 1), (size, 1), (where.context - 20, 18), (0, 3)]
+
+
+def drawn(work: Work, where: Paging) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scaled queries [N, H, D]; keys and values [R, S, K, D] of every position of every row."""
+    random = np.random.default_rng(3)
+    q = HEAD_DIM**-0.5 * random.normal(size=(len(work.positions), HEADS, HEAD_DIM))
+    size = (ROWS, where.blocks * where.geometry.block_size, KV_HEADS, HEAD_DIM)
+    keys, values = (random.normal(size=size).astype(np.float32) for _ in range(2))
+    return q.astype(np.float32), keys, values
+
+
+def stored(step: Sequence[Span], where: Paging, rank: int, dtype: Any, spoilt: int | None = None) -> LayerCache:
+    """One rank's cache: what the step can see, NaN everywhere else; NaN also in the value of position `spoilt`."""
+    work = scheduled(step, where)
+    _, keys, values = drawn(work, where)
+    pool = np.full((2, ROWS * where.blocks, where.geometry.slots, KV_HEADS, HEAD_DIM), np.nan, np.float32)
+    for row, count in enumerate(live(work)):
+        position = np.arange(count)
+        index, owner, slot = where.geometry.locate(position)
+        mine = owner == rank
+        place = np.asarray(work.block_table)[row, index[mine]], slot[mine]
+        pool[0][place], pool[1][place] = keys[row, position[mine]], values[row, position[mine]]
+        if spoilt is not None and spoilt < count:
+            pool[1][np.asarray(work.block_table)[row, index[spoilt]], slot[spoilt]] = np.nan
+    keys, values = encode(jnp.asarray(pool), np.dtype(dtype))[:, :, None]
+    return LayerCache(keys.transpose(0, 1, 3, 4, 2), values.swapaxes(2, 3))
+
+
+@cache
+def program(kernel: str, geometry: CacheGeometry) -> Any:
+    def body(q: Any, layer: Any, work: Any, rank: Any) -> Partial:
+        if kernel == "loop":
+            return paged_partial(q, layer, work, geometry, rank)
+        return paged_partial_numba(q, layer, work, geometry, rank, parallel=kernel == "parallel")
+
+    return jax.jit(body, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def run(kernel: str, step: Sequence[Span], where: Paging, rank: int, layer: LayerCache) -> Partial:
+    work = scheduled(step, where)
+    assert suits(layer, where.geometry)
+    assert [tiles.size for tiles in work.tiles] == [1, MOST_TOKENS]
+    return program(kernel, where.geometry)(drawn(work, where)[0], layer, work, np.int32(rank))
+
+
+@pytest.mark.parametrize("where", PAGINGS, ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+def test_the_kernel_equals_the_loop_on_every_rank(dtype, where):
+    step = spans(where)
+    for rank in range(where.geometry.dcp):
+        layer = stored(step, where, rank, dtype)
+        expected = run("loop", step, where, rank, layer)
+        for kernel in ("in turn", "parallel"):
+            assert_close(run(kernel, step, where, rank, layer), expected)  # padding too: 0 and -inf
+
+
+@pytest.mark.parametrize("where", PAGINGS, ids=str)
+def test_ranks_merged_equal_whole_attention_in_float64(where):
+    step, work = spans(where), scheduled(spans(where), where)
+    q, keys, values = drawn(work, where)
+    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
+    for row in range(len(step)):
+        (mine,) = np.nonzero(np.asarray(work.rows) == row)
+        seen = np.arange(keys.shape[1])[None, :] <= np.asarray(work.positions)[mine, None]
+        out[mine], lse[mine] = dense(q[mine], keys[row], values[row], seen)
+    ranks = range(where.geometry.dcp)
+    found = [run("in turn", step, where, rank, stored(step, where, rank, np.float32)) for rank in ranks]
+    assert_close(reduce(merge, found), (out, lse))
+
+
+def test_threads_change_no_bit_and_neither_do_neighbours():
+    where = PAGINGS[1]
+    step, fewer = spans(where), spans(where)[:1] + spans(where)[3:]
+    layer = stored(step, where, 0, np.uint16)
+    one, many = (run(kernel, step, where, 0, layer) for kernel in ("in turn", "parallel"))
+    np.testing.assert_array_equal(one.out, many.out)
+    np.testing.assert_array_equal(one.lse, many.lse)
+    alone = run("parallel", fewer, where, 0, stored(fewer, where, 0, np.uint16))
+    np.testing.assert_array_equal(alone.out[0], many.out[0])
+
+
+def test_a_value_that_is_not_a_number_taints_only_those_who_see_it():
+    where, spoilt = PAGINGS[0], 485
+    step = spans(where)  # the fourth request computes positions 480 to 497
+    rank = int(where.geometry.locate(spoilt)[1])
+    layer = stored(step, where, rank, np.float32, spoilt)
+    tainted = np.isnan(run("in turn", step, where, rank, layer).out).any(axis=(1, 2))
+    work = scheduled(step, where)
+    seen = (np.asarray(work.positions) >= spoilt) & np.isin(np.asarray(work.rows), [0, 3])
+    np.testing.assert_array_equal(tainted, seen)
+
+
+def test_a_rank_without_a_position_gives_zero_and_minus_infinity():
+    where = PAGINGS[0]
+    step: list[Span] = [(3, 1), (1, 1), (where.context - 1, 1), (0, 9)]
+    out, lse = run("in turn", step, where, 1, stored(step, where, 1, np.float32))
+    empty = np.asarray(scheduled(step, where).positions) < 4  # rank 1 holds 4 to 7 of every 8
+    np.testing.assert_array_equal(out[empty], 0.0)
+    np.testing.assert_array_equal(lse[empty], -np.inf)
+    assert np.isfinite(lse[~empty]).all()
+
+
+def layer_of(slots: int, head_dim: int, dtype: Any = np.float32) -> LayerCache:
+    shape = jax.ShapeDtypeStruct
+    return LayerCache(shape((2, 1, 1, head_dim, slots), dtype), shape((2, 1, 1, slots, head_dim), dtype))
+
+
+def test_what_the_kernel_cannot_take_stays_in_the_loop(monkeypatch):
+    geometry = CacheGeometry(block_size=64)
+    assert suits(layer_of(64, 64), geometry)
+    assert not suits(layer_of(64, 48), geometry)
+    assert not suits(layer_of(64, 64, jnp.bfloat16), geometry)
+    assert not suits(layer_of(16, 64), CacheGeometry(block_size=16))
+    assert not suits(LatentCache(jax.ShapeDtypeStruct((2, 1, 64, 64), np.float32)), geometry)
+    monkeypatch.setattr(numba_attention, "find_spec", lambda name: None)
+    assert not suits(layer_of(64, 64), geometry)
+
+
+def test_threads_are_used_here_since_the_test_dependencies_bring_their_library():
+    assert numba_call.threads_are_safe()
