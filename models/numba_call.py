@@ -14,6 +14,7 @@ handler serves every shape. Knows nothing about what is computed.
 
 import ctypes
 from functools import cache as once
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, files
 from typing import Any
 
@@ -119,7 +120,7 @@ def threads_are_safe() -> bool:
         for file in files("tbb") or ():
             if file.name == "libtbb.so.12":
                 ctypes.CDLL(str(file.locate()))
-        from numba.np.ufunc import tbbpool  # noqa: F401
+        import_module("numba.np.ufunc.tbbpool")
     except (PackageNotFoundError, ImportError, OSError):
         return False
     return True
