@@ -1,8 +1,8 @@
-"""`paged_partial` with a kernel for CPUs where tiles are small: decodes, drafts, the end of a prompt beside decodes.
+"""`paged_partial` with a kernel for CPUs.
 
 XLA's CPU backend runs the loop of `attention` on one core and widens each chunk before it multiplies; the kernel
-keeps what it widens in registers and shares the work among cores. Tiles of many tokens stay in the loop, whose
-matrix products are faster there. Needs Numba; without it everything stays in the loop, the same but for rounding.
+keeps what it widens in registers and shares the work among cores. Larger tiles than prompts have here would stay in
+the loop. Needs Numba; without it everything does, the same but for rounding.
 """
 
 from functools import cache as once
@@ -16,7 +16,7 @@ from dcpjax.models.attention import Tiles, Work, paged_partial
 from dcpjax.models.kv_cache import Cache, CacheGeometry, LayerCache
 from dcpjax.sharding.merge import Partial
 
-MOST_TOKENS = 8  # of a tile that the kernel takes
+MOST_TOKENS = 64  # of a tile that the kernel takes
 COLUMNS = 32  # of which it takes a multiple: slots of a block, dimensions of a head
 
 

@@ -51,12 +51,11 @@ def _attend_item(
     table [R, W], start [T]: what `Work` and `Tiles` hold. `tiles`: how many there are, and tokens of each at most.
     `numbers`: block size, dcp, interleave, rank. out [N, K, G, Y], lse [N, K, G].
     """
-    tile, head = item % tiles[0], item // tiles[0]
-    first = start[tile]
+    head, first = item // tiles[0], start[_mixed(item, tiles[0])]
     end = _end(rows, first, tiles[1])
     queries = q[first:end, head].copy()
     seen = np.repeat(_visible(positions[first:end], numbers), q.shape[2])
-    after = table[rows[start[(item + 1) % tiles[0]]], 0]
+    after = table[rows[start[_mixed(item + 1, tiles[0])]], 0]
     part = _attend_tile(queries.reshape(-1, q.shape[3]), keys, values, head, table[rows[first]], seen, after)
     out[first:end, head] = part[0].reshape(queries.shape[0], q.shape[2], -1)
     lse[first:end, head] = part[1].reshape(queries.shape[0], -1)
@@ -71,9 +70,16 @@ def attend_in_turn(arguments: Any) -> None:
 
 @njit(error_model="numpy", nogil=True, cache=True, parallel=True)
 def attend_in_parallel(arguments: Any) -> None:
-    """Threads get equal shares of the items: each all tiles of some heads, since tiles differ in length."""
+    """Threads get equal shares of the items."""
     for item in prange(arguments[9][0] * arguments[3].shape[2]):
         _attend_item(item, *arguments)
+
+
+@_compile
+def _mixed(item: int, tiles: int) -> int:
+    """The tile of an item. Late tiles see more: mixed with early ones they make equal shares for the threads."""
+    index = item % tiles
+    return index // 2 if index % 2 == 0 else tiles - 1 - index // 2
 
 
 @_compile

@@ -11,10 +11,11 @@ import pytest
 from test_attention import dense
 from test_pallas_attention import ROWS, Paging, Span, assert_close, live, paging, scheduled
 
+from dcpjax.batch import SHORT_TILE
 from dcpjax.models import numba_attention, numba_call
 from dcpjax.models.attention import Work, paged_partial
 from dcpjax.models.kv_cache import CacheGeometry, LatentCache, LayerCache, encode
-from dcpjax.models.numba_attention import MOST_TOKENS, paged_partial_numba, suits
+from dcpjax.models.numba_attention import paged_partial_numba, suits
 from dcpjax.sharding.merge import Partial, merge
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 64
@@ -71,7 +72,7 @@ def program(kernel: str, geometry: CacheGeometry) -> Any:
 def run(kernel: str, step: Sequence[Span], where: Paging, rank: int, layer: LayerCache) -> Partial:
     work = scheduled(step, where)
     assert suits(layer, where.geometry)
-    assert [tiles.size for tiles in work.tiles] == [1, MOST_TOKENS]
+    assert [tiles.size for tiles in work.tiles] == [1, SHORT_TILE]
     return program(kernel, where.geometry)(drawn(work, where)[0], layer, work, np.int32(rank))
 
 
