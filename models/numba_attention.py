@@ -6,12 +6,12 @@ the loop. Needs Numba; without it everything does, the same but for rounding.
 """
 
 from functools import cache as once
-from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dcpjax.models import numba_here
 from dcpjax.models.attention import Tiles, Work, paged_partial
 from dcpjax.models.kv_cache import Cache, CacheGeometry, LayerCache
 from dcpjax.sharding.merge import Partial
@@ -21,11 +21,11 @@ COLUMNS = 32  # of which it takes a multiple: slots of a block, dimensions of a 
 
 
 def suits(cache: Cache, geometry: CacheGeometry) -> bool:
-    """Whether Numba is there and the kernel takes a cache like this."""
+    """Whether kernels can be called here and this one takes a cache like this."""
     if not isinstance(cache, LayerCache) or cache.keys.dtype not in (jnp.uint16, jnp.float32):
         return False
     sizes = (geometry.slots, cache.keys.shape[3], cache.value_dim)
-    return all(size % COLUMNS == 0 for size in sizes) and find_spec("numba") is not None
+    return all(size % COLUMNS == 0 for size in sizes) and numba_here.available()
 
 
 def paged_partial_numba(

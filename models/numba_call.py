@@ -24,7 +24,9 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-VERSION = 3 << 32  # minor 3, major 0 of the interface that the words above follow
+from dcpjax.models.numba_here import INTERFACE
+
+VERSION = INTERFACE[0] | INTERFACE[1] << 32  # major and minor, two halves of a word
 
 
 @intrinsic

@@ -5,20 +5,21 @@ the CPU to itself.
 """
 
 from functools import cache as once
-from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from dcpjax.models import numba_here
 
 MOST_ROWS = 16  # from there on the matrix units that XLA uses are faster
 TERMS = 16  # of which it takes a multiple
 
 
 def suits(x: jax.Array, weight: jax.Array) -> bool:
-    """Whether Numba is there and the kernel takes arrays like these."""
+    """Whether kernels can be called here and this one takes arrays like these."""
     small = x.shape[0] <= MOST_ROWS and x.shape[1] % TERMS == 0
-    return small and weight.dtype in (jnp.bfloat16, jnp.float32) and find_spec("numba") is not None
+    return small and weight.dtype in (jnp.bfloat16, jnp.float32) and numba_here.available()
 
 
 def few_rows_dot(x: jax.Array, weight: jax.Array) -> jax.Array:

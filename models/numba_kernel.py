@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 from dcpjax.models import numba_call
 from dcpjax.models.numba_call import data, shape1, shape2, shape4, shape5
-from dcpjax.models.numba_vector import LANES, load, multiply_add, prefetch, store
+from dcpjax.models.numba_vector import LANES, horizontal_largest, larger, load, multiply_add, prefetch, store
 
 CHUNK_SLOTS = 256  # scored before their shares are taken: keys, values and scores stay in the inner caches
 TOGETHER = 4  # queries that meet a row of keys or values while it is in a register
@@ -224,14 +224,14 @@ def _accumulate(
             prefetch(other, ahead)
             prefetch(other, ahead + LANES)
             ahead += COLUMNS
-            factor = factors[query * terms + index]
-            a0, a1 = multiply_add(factor, x0, a0), multiply_add(factor, x1, a1)
-            factor = factors[b * terms + index]
-            b0, b1 = multiply_add(factor, x0, b0), multiply_add(factor, x1, b1)
-            factor = factors[c * terms + index]
-            c0, c1 = multiply_add(factor, x0, c0), multiply_add(factor, x1, c1)
-            factor = factors[d * terms + index]
-            d0, d1 = multiply_add(factor, x0, d0), multiply_add(factor, x1, d1)
+            factor = query * terms + index
+            a0, a1 = multiply_add(factors, factor, x0, a0), multiply_add(factors, factor, x1, a1)
+            factor = b * terms + index
+            b0, b1 = multiply_add(factors, factor, x0, b0), multiply_add(factors, factor, x1, b1)
+            factor = c * terms + index
+            c0, c1 = multiply_add(factors, factor, x0, c0), multiply_add(factors, factor, x1, c1)
+            factor = d * terms + index
+            d0, d1 = multiply_add(factors, factor, x0, d0), multiply_add(factors, factor, x1, d1)
         store(flat, to_a, a0)
         store(flat, to_a + LANES, a1)
         store(flat, to_b, b0)
@@ -261,10 +261,16 @@ def _scale(sums: np.ndarray, query: int, factor: np.float32) -> None:
 
 @_compile
 def _largest(scores: np.ndarray, query: int, count: int) -> np.float32:
-    """The maximum; NaN is passed over here and caught by the exponentials."""
+    """The maximum. What it makes of NaN does not matter: the exponentials are NaN then."""
+    flat, first, whole = scores.reshape(-1), query * scores.shape[1], count // LANES * LANES
     largest = np.float32(-np.inf)
-    for i in range(count):
-        largest = scores[query, i] if scores[query, i] > largest else largest
+    if whole > 0:
+        lanes = load(flat, first)
+        for i in range(LANES, whole, LANES):
+            lanes = larger(load(flat, first + i), lanes)
+        largest = horizontal_largest(lanes)
+    for i in range(whole, count):
+        largest = max(largest, scores[query, i])
     return largest
 
 

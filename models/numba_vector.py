@@ -83,28 +83,46 @@ def horizontal_sum(typing: Any, vector: Any) -> Any:
     """The lanes' sum: halves are added until one is left."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        (sums,), word = values, ir.IntType(32)
-        for half in (8, 4, 2, 1):
-            kind = ir.VectorType(word, half)
-            low = builder.shuffle_vector(sums, sums, ir.Constant(kind, list(range(half))))
-            high = builder.shuffle_vector(sums, sums, ir.Constant(kind, list(range(half, 2 * half))))
-            sums = builder.fadd(low, high)
-        return builder.extract_element(sums, ir.Constant(word, 0))
+        return _reduced(builder, values[0], builder.fadd)
 
     return types.float32(vector), generate
 
 
 @intrinsic
-def multiply_add(typing: Any, factor: Any, vector: Any, addend: Any) -> Any:
-    """factor * vector + addend, rounded once where the CPU can; the factor is one float32."""
+def multiply_add(typing: Any, factors: Any, index: Any, vector: Any, addend: Any) -> Any:
+    """factors[index] * vector + addend, rounded once where the CPU can. The index is not checked, nor from the end."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         lane, fused = ir.Constant(ir.IntType(32), 0), ["contract"]
-        single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), values[0], lane)
+        factor = builder.load(_pointer(context, builder, signature, values))
+        single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), factor, lane)
         spread = builder.shuffle_vector(single, single, ir.Constant(_WORDS, [0] * LANES))
-        return builder.fadd(builder.fmul(spread, values[1], flags=fused), values[2], flags=fused)
+        return builder.fadd(builder.fmul(spread, values[2], flags=fused), values[3], flags=fused)
 
-    return _vector(types.float32, vector, addend), generate
+    return _vector(factors, types.intp, vector, addend), generate
+
+
+@intrinsic
+def larger(typing: Any, left: Any, right: Any) -> Any:
+    """Lane by lane the larger one, the right one where either is NaN."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", values[0], values[1]), values[0], values[1])
+
+    return _vector(left, right), generate
+
+
+@intrinsic
+def horizontal_largest(typing: Any, vector: Any) -> Any:
+    """The largest lane: halves are compared until one is left."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        def reduce(low: Any, high: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", low, high), low, high)
+
+        return _reduced(builder, values[0], reduce)
+
+    return types.float32(vector), generate
 
 
 @intrinsic
@@ -125,3 +143,12 @@ def prefetch(typing: Any, array: Any, index: Any) -> Any:
 def _pointer(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
     array = context.make_array(signature.args[0])(context, builder, values[0])
     return builder.gep(array.data, [values[1]])
+
+
+def _reduced(builder: ir.IRBuilder, lanes: Any, combine: Any) -> Any:
+    word = ir.IntType(32)
+    for half in (8, 4, 2, 1):
+        kind = ir.VectorType(word, half)
+        low, high = (ir.Constant(kind, list(range(first, first + half))) for first in (0, half))
+        lanes = combine(builder.shuffle_vector(lanes, lanes, low), builder.shuffle_vector(lanes, lanes, high))
+    return builder.extract_element(lanes, ir.Constant(word, 0))

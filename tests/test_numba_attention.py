@@ -12,7 +12,7 @@ from test_attention import dense
 from test_pallas_attention import ROWS, Paging, Span, assert_close, live, paging, scheduled
 
 from dcpjax.batch import SHORT_TILE
-from dcpjax.models import numba_attention, numba_call
+from dcpjax.models import numba_call, numba_here
 from dcpjax.models.attention import Work, paged_partial
 from dcpjax.models.kv_cache import CacheGeometry, LatentCache, LayerCache, encode
 from dcpjax.models.numba_attention import paged_partial_numba, suits
@@ -145,9 +145,15 @@ def test_what_the_kernel_cannot_take_stays_in_the_loop(monkeypatch):
     assert not suits(layer_of(64, 64, jnp.bfloat16), geometry)
     assert not suits(layer_of(16, 64), CacheGeometry(block_size=16))
     assert not suits(LatentCache(jax.ShapeDtypeStruct((2, 1, 64, 64), np.float32)), geometry)
-    monkeypatch.setattr(numba_attention, "find_spec", lambda name: None)
+    monkeypatch.setattr(numba_here, "available", lambda: False)
     assert not suits(layer_of(64, 64), geometry)
 
 
 def test_threads_are_used_here_since_the_test_dependencies_bring_their_library():
     assert numba_call.threads_are_safe()
+
+
+def test_an_interface_of_another_version_is_left_alone():
+    assert numba_here.available()
+    assert numba_here.interface("#define XLA_FFI_API_MAJOR 0\n#define XLA_FFI_API_MINOR 4\n") == (0, 4)
+    assert numba_here.interface("") == (-1, -1)

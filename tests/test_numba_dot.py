@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcpjax.models import numba_dot
+from dcpjax.models import numba_here
 from dcpjax.models.layers import dot
 from dcpjax.models.numba_dot import MOST_ROWS, few_rows_dot, suits
 
@@ -62,5 +62,5 @@ def test_what_the_kernel_cannot_take_stays_with_xla(monkeypatch):
     assert not suits(x, weight.astype(jnp.float16))
     assert not suits(jnp.zeros((MOST_ROWS + 1, 64)), weight)
     assert not suits(jnp.zeros((4, 40)), jnp.zeros((8, 40)))
-    monkeypatch.setattr(numba_dot, "find_spec", lambda name: None)
+    monkeypatch.setattr(numba_here, "available", lambda: False)
     assert not suits(x, weight)

@@ -1,0 +1,26 @@
+"""Whether kernels compiled by Numba can be called here: it is installed, and XLA's call frames are those we know."""
+
+import re
+from functools import cache as once
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+
+INTERFACE = (0, 3)  # of XLA's foreign functions, whose frames `numba_call` reads
+
+
+@once
+def available() -> bool:
+    return find_spec("numba") is not None and interface(_header()) == INTERFACE
+
+
+def interface(header: str) -> tuple[int, int]:
+    """Major and minor version that a C header of the interface declares; (-1, -1) if it declares none."""
+    numbers = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
+    return int(numbers.get("MAJOR", -1)), int(numbers.get("MINOR", -1))
+
+
+def _header() -> str:
+    path = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    return path.read_text() if path.is_file() else ""
