@@ -344,5 +344,5 @@ def _cpu_body(cache: Cache, runtime: Runtime) -> Callable[..., Partial]:
     from dcpjax.models.numba_attention import paged_partial_numba, suits
 
     if suits(cache, runtime.geometry):
-        return bind(paged_partial_numba, parallel=runtime.place.mesh.size == 1)
+        return bind(paged_partial_numba, parallel=runtime.place.lone_cpu)
     return paged_partial

@@ -18,20 +18,23 @@ def dot(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, lone_
     """x [N, I] float32, weight [O, I] -> [N, O] float32.
 
     `lone_cpu`: the only device is a CPU, for which there is a kernel of few rows.
-    `preferred_element_type` keeps bfloat16 products on the fused path: without it XLA's CPU backend widens the
+    """
+    kernel = lone_cpu and numba_dot.suits(x, weight)
+    y = numba_dot.few_rows_dot(x.astype(jnp.float32), weight) if kernel else _xla_dot(x, weight)
+    return y if bias is None else y + bias.astype(jnp.float32)[None, :]
+
+
+def _xla_dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`preferred_element_type` keeps bfloat16 products on the fused path: without it XLA's CPU backend widens the
     weight first. There a single bfloat16 row has no fast path at all, so it travels with a second row of zeros.
     """
-    if lone_cpu and numba_dot.suits(x, weight):
-        y = numba_dot.few_rows_dot(x.astype(jnp.float32), weight)
-        return y if bias is None else y + bias.astype(jnp.float32)[None, :]
     rows = x.shape[0]
     x = x.astype(weight.dtype)
     if rows == 1 and weight.dtype == jnp.bfloat16:
         x = jnp.pad(x, ((0, 1), (0, 0)))
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
     contract_last = (((1,), (1,)), ((), ()))
-    y = jax.lax.dot_general(x, weight, contract_last, precision=precision, preferred_element_type=jnp.float32)[:rows]
-    return y if bias is None else y + bias.astype(jnp.float32)[None, :]
+    return jax.lax.dot_general(x, weight, contract_last, precision=precision, preferred_element_type=jnp.float32)[:rows]
 
 
 def head_dot(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -14,10 +14,11 @@ import numpy as np
 from dcpjax.models import numba_here
 from dcpjax.models.attention import Tiles, Work, paged_partial
 from dcpjax.models.kv_cache import Cache, CacheGeometry, LayerCache
+from dcpjax.models.numba_here import LANES
 from dcpjax.sharding.merge import Partial
 
 MOST_TOKENS = 64  # of a tile that the kernel takes
-COLUMNS = 32  # of which it takes a multiple: slots of a block, dimensions of a head
+COLUMNS = 2 * LANES  # that it computes together; slots of a block and dimensions of a head are multiples of it
 
 
 def suits(cache: Cache, geometry: CacheGeometry) -> bool:
@@ -56,7 +57,7 @@ def _call(
 ) -> Partial:
     """The partial with the tokens of these tiles filled in."""
     tokens, grouped = q.shape[0], (q.shape[0], cache.kv_heads, -1)
-    numbers = jnp.stack([jnp.int32(geometry.block_size), jnp.int32(geometry.dcp), jnp.int32(geometry.interleave), rank])
+    share = jnp.stack([jnp.int32(geometry.dcp), jnp.int32(geometry.interleave), rank])
     arguments = (
         part.out.reshape(*grouped, cache.value_dim),
         part.lse.reshape(grouped),
@@ -68,7 +69,7 @@ def _call(
         work.block_table,
         tiles.start,
         jnp.stack([tiles.count, jnp.int32(tiles.size)]),
-        numbers,
+        share,
     )
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments[:2]]
     call = jax.ffi.ffi_call(_target(np.dtype(cache.keys.dtype), parallel), results, input_output_aliases={0: 0, 1: 1})
@@ -83,5 +84,5 @@ def _target(stored: np.dtype, parallel: bool) -> str:
 
     parallel = parallel and numba_call.threads_are_safe()
     name = f"dcpjax_attention_{stored}_{'parallel' if parallel else 'in_turn'}"
-    numba_call.register(name, numba_kernel.handler(stored, parallel))
+    numba_call.register(name, numba_kernel.kernel(stored, parallel))
     return name

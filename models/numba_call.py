@@ -21,8 +21,9 @@ from typing import Any
 import jax
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
+from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from dcpjax.models.numba_here import INTERFACE
 
@@ -52,62 +53,46 @@ def data(buffer: int) -> Any:
 
 
 @njit(cache=True)
-def _dimensions(buffer: int) -> np.ndarray:
+def sizes(buffer: int) -> np.ndarray:
+    """int64 [rank]: the dimensions of a buffer."""
     header = words(buffer, 6)
     return words(header[5], header[4])
 
 
-@njit(cache=True)
-def shape1(buffer: int) -> int:
-    return _dimensions(buffer)[0]
+def array(dimensions: int, dtype: Any) -> Any:
+    """A function from a buffer's address to its array of so many dimensions."""
+
+    @njit(inline="always")
+    def of(buffer: int) -> np.ndarray:
+        return carray(data(buffer), to_fixed_tuple(sizes(buffer), dimensions), dtype)
+
+    return of
 
 
 @njit(cache=True)
-def shape2(buffer: int) -> tuple[int, int]:
-    sizes = _dimensions(buffer)
-    return sizes[0], sizes[1]
-
-
-@njit(cache=True)
-def shape4(buffer: int) -> tuple[int, int, int, int]:
-    sizes = _dimensions(buffer)
-    return sizes[0], sizes[1], sizes[2], sizes[3]
-
-
-@njit(cache=True)
-def shape5(buffer: int) -> tuple[int, int, int, int, int]:
-    sizes = _dimensions(buffer)
-    return sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]
-
-
-HANDLER = types.int64(types.CPointer(types.int64))  # call frame -> error, 0 for none
-
-
-@njit(cache=True)
-def answers(frame_pointer: Any) -> bool:
-    """Whether this was only the question for the handler's version, asked when it is registered."""
-    frame = carray(frame_pointer, 15)
-    if frame[1] != 0:
-        words(words(frame[1], 4)[3], 4)[3] = VERSION
-    return frame[1] != 0
-
-
-@njit(cache=True)
-def arguments(frame_pointer: Any) -> np.ndarray:
+def arguments(frame: np.ndarray) -> np.ndarray:
     """Addresses of the argument buffers."""
-    frame = carray(frame_pointer, 15)
     return words(frame[9], frame[7])
 
 
 @njit(cache=True)
-def results(frame_pointer: Any) -> np.ndarray:
+def results(frame: np.ndarray) -> np.ndarray:
     """Addresses of the result buffers."""
-    frame = carray(frame_pointer, 15)
     return words(frame[14], frame[12])
 
 
-def register(name: str, handler: Any) -> None:
-    """Make a compiled handler the CPU's custom call `name`."""
+def register(name: str, run: Any) -> None:
+    """Make `run`, compiled by Numba and given the call frame, the CPU's custom call `name`."""
+
+    @cfunc(types.int64(types.CPointer(types.int64)), error_model="numpy")
+    def handler(frame_pointer: Any) -> int:
+        frame = carray(frame_pointer, 15)
+        if frame[1] != 0:  # only asked for its version, when it is registered
+            words(words(frame[1], 4)[3], 4)[3] = VERSION
+        else:
+            run(frame)
+        return 0  # no error
+
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
     _registered.append(handler)  # or its code would be freed
 

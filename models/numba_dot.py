@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcpjax.models import numba_here
+from dcpjax.models.numba_here import LANES
 
 MOST_ROWS = 16  # from there on the matrix units that XLA uses are faster
-TERMS = 16  # of which it takes a multiple
 
 
 def suits(x: jax.Array, weight: jax.Array) -> bool:
     """Whether kernels can be called here and this one takes arrays like these."""
-    small = x.shape[0] <= MOST_ROWS and x.shape[1] % TERMS == 0
+    small = x.shape[0] <= MOST_ROWS and x.shape[1] % LANES == 0
     return small and weight.dtype in (jnp.bfloat16, jnp.float32) and numba_here.available()
 
 
@@ -37,5 +37,5 @@ def _target(bfloat16: bool) -> str:
 
     name = f"dcpjax_product_{'bfloat16' if bfloat16 else 'float32'}"
     stored = np.dtype(np.uint16 if bfloat16 else np.float32)
-    numba_call.register(name, numba_product.handler(stored, numba_call.threads_are_safe()))
+    numba_call.register(name, numba_product.kernel(stored, numba_call.threads_are_safe()))
     return name

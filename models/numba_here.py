@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+LANES = 16  # float32 numbers that the kernels take at once
 INTERFACE = (0, 3)  # of XLA's foreign functions, whose frames `numba_call` reads
 
 

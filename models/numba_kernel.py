@@ -1,11 +1,10 @@
 """Paged attention of a few query tokens at a time on a CPU's vector units, compiled by Numba.
 
-A work item is one tile and one KV head: the slots of its request are visited chunk by chunk, raised to float32 and
-folded into a running softmax, as the loop of `attention` does. Items share nothing, so a result does not depend on
-how many threads there are, and a slot that is hidden from a token is never multiplied.
+A work item is one tile and one KV head: the slots of its request are visited chunk by chunk, raised to float32 in
+registers and folded into a running softmax, as the loop of `attention` does. Items share nothing, so a result does
+not depend on how many threads there are, and the value of a slot that is hidden from a token is never multiplied.
 
-The innermost loops are functions of their own over flat rows: in that form LLVM makes vector code of them. Works on
-plain arrays: knows tiles, blocks and slots, knows nothing about JAX.
+Works on plain arrays: knows tiles, blocks and slots, knows nothing about JAX.
 """
 
 # Numba calls these functions otherwise than they are defined
@@ -15,11 +14,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, from_dtype, njit, prange, types
+from numba import from_dtype, njit, prange, types
 from numba.extending import intrinsic
 
-from dcpjax.models import numba_call
-from dcpjax.models.numba_call import data, shape1, shape2, shape4, shape5
+from dcpjax.models.numba_call import arguments
+from dcpjax.models.numba_call import array as array_of
 from dcpjax.models.numba_vector import LANES, horizontal_largest, larger, load, multiply_add, prefetch, store
 
 CHUNK_SLOTS = 256  # scored before their shares are taken: keys, values and scores stay in the inner caches
@@ -43,18 +42,18 @@ def _attend_item(
     table: np.ndarray,
     start: np.ndarray,
     tiles: np.ndarray,
-    numbers: np.ndarray,
+    share: np.ndarray,
 ) -> None:
     """Fill in `out` and `lse` of the tokens of one tile, for one KV head.
 
     q [N, K, G, D] float32, scaled; keys [B, 1, K, D, P], values [B, 1, K, P, Y] as cached; positions and rows [N],
     table [R, W], start [T]: what `Work` and `Tiles` hold. `tiles`: how many there are, and tokens of each at most.
-    `numbers`: block size, dcp, interleave, rank. out [N, K, G, Y], lse [N, K, G].
+    `share` of the positions that is cached here: dcp, interleave, rank. out [N, K, G, Y], lse [N, K, G].
     """
     head, first = item // tiles[0], start[_mixed(item, tiles[0])]
     end = _end(rows, first, tiles[1])
     queries = q[first:end, head].copy()
-    seen = np.repeat(_visible(positions[first:end], numbers), q.shape[2])
+    seen = np.repeat(_visible(positions[first:end], share), q.shape[2])
     after = table[rows[start[_mixed(item + 1, tiles[0])]], 0]
     part = _attend_tile(queries.reshape(-1, q.shape[3]), keys, values, head, table[rows[first]], seen, after)
     out[first:end, head] = part[0].reshape(queries.shape[0], q.shape[2], -1)
@@ -92,9 +91,9 @@ def _end(rows: np.ndarray, first: int, size: int) -> int:
 
 
 @_compile
-def _visible(positions: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """How many slots of this rank each token sees: they lie side by side, from the request's first on."""
-    dcp, interleave, rank = numbers[1], numbers[2], numbers[3]
+def _visible(positions: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """How many slots of this rank each token sees, as `CacheGeometry.tokens_per_rank` counts: the request's first."""
+    dcp, interleave, rank = share[0], share[1], share[2]
     seen = np.empty(positions.shape[0], np.int64)
     for token, position in enumerate(positions):
         stripes, rest = divmod(position + 1, dcp * interleave)
@@ -296,11 +295,13 @@ def _exp(x: np.float32) -> np.float32:
 
     x = n ln 2 + r with ln 2 in two parts (Cody & Waite 1980), and the Taylor series of exp(r) to the seventh power.
     """
-    n = np.floor(x * _LOG2_E + _HALF)
-    r = x - n * _LN2_HIGH - n * _LN2_LOW
+    bounded = x if x >= _LEAST else _LEAST  # of NaN there is no whole number
+    n = np.floor(bounded * _LOG2_E + _HALF)
+    r = bounded - n * _LN2_HIGH - n * _LN2_LOW
     series = _C2 + r * (_C3 + r * (_C4 + r * (_C5 + r * (_C6 + r * _C7))))
     value = (_ONE + (r + r * r * series)) * _power_of_two(n)
-    return np.float32(0.0) if x < _LEAST else value
+    seen = value if x >= _LEAST else x  # NaN stays what it is
+    return np.float32(0.0) if x < _LEAST else seen
 
 
 @intrinsic
@@ -315,32 +316,18 @@ def _power_of_two(typingctx: Any, exponent: Any) -> Any:
     return types.float32(exponent), generate
 
 
-def handler(stored: np.dtype, parallel: bool) -> Any:
-    """The kernel for caches of this dtype as a handler of custom calls. Its arguments are those of `_attend_item`."""
+def kernel(stored: np.dtype, parallel: bool) -> Any:
+    """A custom call for caches of this dtype; its arguments are those of `_attend_item`, the first two its results."""
     attend, kind = attend_in_parallel if parallel else attend_in_turn, from_dtype(stored)
+    lse_array, array, cache_array = array_of(3, types.float32), array_of(4, types.float32), array_of(5, kind)
+    ints, table = array_of(1, types.int32), array_of(2, types.int32)
 
-    @cfunc(numba_call.HANDLER, error_model="numpy")
-    def handle(frame_pointer: Any) -> int:
-        if numba_call.answers(frame_pointer):
-            return 0
-        buffers = numba_call.arguments(frame_pointer)
-        tokens, kv_heads, group, width = shape4(buffers[0])
-        blocks, _, _, head_dim, slots = shape5(buffers[3])
-        attend(
-            (
-                carray(data(buffers[0]), (tokens, kv_heads, group, width), np.float32),
-                carray(data(buffers[1]), (tokens, kv_heads, group), np.float32),
-                carray(data(buffers[2]), (tokens, kv_heads, group, head_dim), np.float32),
-                carray(data(buffers[3]), (blocks, 1, kv_heads, head_dim, slots), kind),
-                carray(data(buffers[4]), (blocks, 1, kv_heads, slots, width), kind),
-                carray(data(buffers[5]), tokens, np.int32),
-                carray(data(buffers[6]), tokens, np.int32),
-                carray(data(buffers[7]), shape2(buffers[7]), np.int32),
-                carray(data(buffers[8]), shape1(buffers[8]), np.int32),
-                carray(data(buffers[9]), 2, np.int32),
-                carray(data(buffers[10]), 4, np.int32),
-            )
-        )
-        return 0
+    @njit(inline="always")
+    def run(frame: np.ndarray) -> None:
+        given = arguments(frame)
+        out, lse, q = array(given[0]), lse_array(given[1]), array(given[2])
+        keys, values = cache_array(given[3]), cache_array(given[4])
+        step = (ints(given[5]), ints(given[6]), table(given[7]), ints(given[8]), ints(given[9]), ints(given[10]))
+        attend((out, lse, q, keys, values, *step))
 
-    return handle
+    return run

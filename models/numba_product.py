@@ -9,10 +9,10 @@ Works on plain arrays: knows nothing about JAX or models.
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, from_dtype, njit, prange
+from numba import from_dtype, njit, prange, types
 
-from dcpjax.models import numba_call
-from dcpjax.models.numba_call import data, shape2
+from dcpjax.models.numba_call import arguments, results
+from dcpjax.models.numba_call import array as array_of
 from dcpjax.models.numba_vector import LANES, horizontal_sum, load, multiply_add_vectors, prefetch, zeros
 
 BLOCK = 32  # columns of the result that one thread computes before it takes the next
@@ -70,21 +70,14 @@ def _multiply_few(
     y[d, column], y[d, other] = horizontal_sum(d0), horizontal_sum(d1)
 
 
-def handler(stored: np.dtype, parallel: bool) -> Any:
-    """Custom call (x [N, I] float32, weight [O, I] of this dtype) -> y [N, O] float32."""
-    multiply, kind = multiply_in_parallel if parallel else multiply_in_turn, from_dtype(stored)
+def kernel(stored: np.dtype, parallel: bool) -> Any:
+    """A custom call (x [N, I] float32, weight [O, I] of this dtype) -> y [N, O] float32."""
+    multiply = multiply_in_parallel if parallel else multiply_in_turn
+    array, weight_array = array_of(2, types.float32), array_of(2, from_dtype(stored))
 
-    @cfunc(numba_call.HANDLER, error_model="numpy")
-    def handle(frame_pointer: Any) -> int:
-        if numba_call.answers(frame_pointer):
-            return 0
-        arguments = numba_call.arguments(frame_pointer)
-        x, weight, y = arguments[0], arguments[1], numba_call.results(frame_pointer)[0]
-        multiply(
-            carray(data(y), shape2(y), np.float32),
-            carray(data(x), shape2(x), np.float32),
-            carray(data(weight), shape2(weight), kind),
-        )
-        return 0
+    @njit(inline="always")
+    def run(frame: np.ndarray) -> None:
+        given = arguments(frame)
+        multiply(array(results(frame)[0]), array(given[0]), weight_array(given[1]))
 
-    return handle
+    return run

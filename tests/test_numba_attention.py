@@ -42,8 +42,10 @@ def drawn(work: Work, where: Paging) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return q.astype(np.float32), keys, values
 
 
-def stored(step: Sequence[Span], where: Paging, rank: int, dtype: Any, spoilt: int | None = None) -> LayerCache:
-    """One rank's cache: what the step can see, NaN everywhere else; NaN also in the value of position `spoilt`."""
+def stored(
+    step: Sequence[Span], where: Paging, rank: int, dtype: Any, spoilt: int | None = None, part: int = 1
+) -> LayerCache:
+    """One rank's cache: what the step can see, NaN elsewhere and in the key (part 0) or value of position `spoilt`."""
     work = scheduled(step, where)
     _, keys, values = drawn(work, where)
     pool = np.full((2, ROWS * where.blocks, where.geometry.slots, KV_HEADS, HEAD_DIM), np.nan, np.float32)
@@ -54,7 +56,7 @@ def stored(step: Sequence[Span], where: Paging, rank: int, dtype: Any, spoilt: i
         place = np.asarray(work.block_table)[row, index[mine]], slot[mine]
         pool[0][place], pool[1][place] = keys[row, position[mine]], values[row, position[mine]]
         if spoilt is not None and spoilt < count:
-            pool[1][np.asarray(work.block_table)[row, index[spoilt]], slot[spoilt]] = np.nan
+            pool[part][np.asarray(work.block_table)[row, index[spoilt]], slot[spoilt]] = np.nan
     keys, values = encode(jnp.asarray(pool), np.dtype(dtype))[:, :, None]
     return LayerCache(keys.transpose(0, 1, 3, 4, 2), values.swapaxes(2, 3))
 
@@ -112,11 +114,12 @@ def test_threads_change_no_bit_and_neither_do_neighbours():
     np.testing.assert_array_equal(alone.out[0], many.out[0])
 
 
-def test_a_value_that_is_not_a_number_taints_only_those_who_see_it():
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+def test_what_is_not_a_number_taints_only_those_who_see_it(part):
     where, spoilt = PAGINGS[0], 485
     step = spans(where)  # the fourth request computes positions 480 to 497
     rank = int(where.geometry.locate(spoilt)[1])
-    layer = stored(step, where, rank, np.float32, spoilt)
+    layer = stored(step, where, rank, np.float32, spoilt, part)
     tainted = np.isnan(run("in turn", step, where, rank, layer).out).any(axis=(1, 2))
     work = scheduled(step, where)
     seen = (np.asarray(work.positions) >= spoilt) & np.isin(np.asarray(work.rows), [0, 3])
