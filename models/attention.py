@@ -321,7 +321,7 @@ def choose_body(cache: Cache, work: Work, runtime: Runtime) -> Callable[..., Par
     """A kernel on accelerators where the shapes allow one, else the loop."""
     if runtime.attention_body == "gather":
         return paged_partial_gathered
-    platform = runtime.place.mesh.devices.flat[0].platform
+    platform = runtime.place.platform
     if runtime.attention_body == "loop":
         return paged_partial
     if runtime.attention_body == "auto" and platform == "cpu":

@@ -16,7 +16,7 @@ from dcpjax.models import gqa, mla, mlp, moe
 from dcpjax.models.attention import Runtime, Work
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import Cache
-from dcpjax.models.layers import Rotary, dot, lookup, rms_norm, rotary
+from dcpjax.models.layers import Rotary, dot, lookup, rms_norm, shared_rotary
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.mesh import Layout
 from dcpjax.sharding.rules import Placement
@@ -97,7 +97,7 @@ def forward(
 ) -> tuple[jax.Array, tuple[Cache, ...]]:
     """Advance every request by its query tokens: tokens [N] -> hidden [N, M] float32, and the updated cache."""
     hidden = runtime.place.constrain(lookup(weights.embed, tokens), None, None)
-    angles = rotary(work.positions, config.rope_dim, config.rope)
+    angles = shared_rotary(work.positions, config.rope_dim, config.rope, runtime.place.platform)
     run = jax.jit(bind(_layer, config=config, runtime=runtime))  # layers alike are traced once; XLA inlines them
     updated = []
     for layer, layer_cache in zip(weights.layers, cache, strict=True):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from dcpjax.models import numba_dot
 from dcpjax.models.config import RopeConfig
@@ -75,13 +76,22 @@ class Rotary:
     sin: jax.Array
 
 
+def shared_rotary(positions: jax.Array, head_dim: int, config: RopeConfig, platform: str) -> Rotary:
+    """`rotary`, computed once: XLA would compute the angles anew in every layer, on CPU for every head.
+
+    Its CPU backend takes an optimization barrier away before it fuses, but not a call.
+    """
+    if platform == "cpu":
+        with set_xla_metadata(inlineable="false"):
+            return jax.jit(rotary, static_argnums=(1, 2))(positions, head_dim, config)
+    return jax.lax.optimization_barrier(rotary(positions, head_dim, config))
+
+
 def rotary(positions: jax.Array, head_dim: int, config: RopeConfig) -> Rotary:
     """Angles for positions [N]. Frequencies are rounded to float32 before the product, as transformers does."""
     frequencies = jnp.asarray(rope_frequencies(head_dim, config))
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
-    cos, sin = jnp.cos(angles) * config.angle_scale, jnp.sin(angles) * config.angle_scale
-    # the barrier keeps XLA from computing the angles anew in every layer
-    return Rotary(*jax.lax.optimization_barrier((cos, sin)))
+    return Rotary(jnp.cos(angles) * config.angle_scale, jnp.sin(angles) * config.angle_scale)
 
 
 def rotate(x: jax.Array, angles: Rotary) -> jax.Array:

@@ -1,10 +1,11 @@
 """`paged_partial` with a kernel for CPUs.
 
 XLA's CPU backend runs the loop of `attention` on one core and widens each chunk before it multiplies; the kernel
-keeps what it widens in registers and shares the work among cores. Larger tiles than prompts have here would stay in
-the loop. Needs Numba; without it everything does, the same but for rounding.
+keeps what it widens in the inner caches and shares the work among cores. It makes its own tiles. Needs Numba; without
+it the loop does the same but for rounding.
 """
 
+from collections.abc import Callable
 from functools import cache as once
 
 import jax
@@ -12,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcpjax.models import numba_here
-from dcpjax.models.attention import Tiles, Work, paged_partial
+from dcpjax.models.attention import Work
 from dcpjax.models.kv_cache import Cache, CacheGeometry, LayerCache
 from dcpjax.models.numba_here import LANES
 from dcpjax.sharding.merge import Partial
 
-MOST_TOKENS = 64  # of a tile that the kernel takes
 COLUMNS = 2 * LANES  # that it computes together; slots of a block and dimensions of a head are multiples of it
 
 
@@ -37,52 +37,33 @@ def paged_partial_numba(
     Per device: q [N, H, D] (scaled) and a cache of values of Y dimensions -> out [N, H, Y], lse [N, H].
     `parallel` shares one device's work among all cores: not for several devices that share them already.
     """
-    many = tuple(tiles for tiles in work.tiles if tiles.size > MOST_TOKENS)
-    part = paged_partial(q, cache, work.replace(tiles=many), geometry, rank)  # type: ignore[attr-defined]
-    for tiles in work.tiles:
-        if tiles.size <= MOST_TOKENS:
-            part = _call(part, q, cache, work, tiles, geometry, rank, parallel)
-    return part
-
-
-def _call(
-    part: Partial,
-    q: jax.Array,
-    cache: LayerCache,
-    work: Work,
-    tiles: Tiles,
-    geometry: CacheGeometry,
-    rank: jax.Array,
-    parallel: bool,
-) -> Partial:
-    """The partial with the tokens of these tiles filled in."""
-    tokens, grouped = q.shape[0], (q.shape[0], cache.kv_heads, -1)
-    share = jnp.stack([jnp.int32(geometry.dcp), jnp.int32(geometry.interleave), rank])
+    tokens, heads, _ = q.shape
+    shape = (tokens, cache.kv_heads, heads // cache.kv_heads)
     arguments = (
-        part.out.reshape(*grouped, cache.value_dim),
-        part.lse.reshape(grouped),
-        q.reshape(*grouped, q.shape[2]),
+        q.reshape(*shape, -1),
         cache.keys,  # as they are: XLA would copy a cache that is reshaped after it was written
         cache.values,
         work.positions,
         work.rows,
         work.block_table,
-        tiles.start,
-        jnp.stack([tiles.count, jnp.int32(tiles.size)]),
-        share,
+        jnp.stack([jnp.int32(geometry.dcp), jnp.int32(geometry.interleave), rank]),
     )
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments[:2]]
-    call = jax.ffi.ffi_call(_target(np.dtype(cache.keys.dtype), parallel), results, input_output_aliases={0: 0, 1: 1})
-    out, lse = call(*arguments)
-    return Partial(out.reshape(tokens, -1, cache.value_dim), lse.reshape(tokens, -1))
+    name, threads, workspace = _kernel(np.dtype(cache.keys.dtype), parallel)
+    workspace = (threads, workspace(geometry.slots, shape[2], cache.value_dim))
+    results = [jax.ShapeDtypeStruct(size, jnp.float32) for size in ((*shape, cache.value_dim), shape, workspace)]
+    out, lse, _ = jax.ffi.ffi_call(name, results)(*arguments)
+    return Partial(out.reshape(tokens, heads, -1), lse.reshape(tokens, heads))
 
 
 @once
-def _target(stored: np.dtype, parallel: bool) -> str:
-    """Name of the custom call for a cache of this dtype, compiled and registered at its first use."""
-    from dcpjax.models import numba_call, numba_kernel  # take a second
+def _kernel(stored: np.dtype, parallel: bool) -> tuple[str, int, Callable[[int, int, int], int]]:
+    """The custom call for a cache of this dtype, compiled and registered at its first use: its name, the threads it
+    uses, and the size of the workspace that each of them needs."""
+    import numba  # take a second
+
+    from dcpjax.models import numba_call, numba_kernel
 
     parallel = parallel and numba_call.threads_are_safe()
     name = f"dcpjax_attention_{stored}_{'parallel' if parallel else 'in_turn'}"
     numba_call.register(name, numba_kernel.kernel(stored, parallel))
-    return name
+    return name, numba.get_num_threads() if parallel else 1, numba_kernel.workspace_size

@@ -13,7 +13,7 @@ from numba import from_dtype, njit, prange, types
 
 from dcpjax.models.numba_call import arguments, results
 from dcpjax.models.numba_call import array as array_of
-from dcpjax.models.numba_vector import LANES, horizontal_sum, load, multiply_add_vectors, prefetch, zeros
+from dcpjax.models.numba_vector import LANES, horizontal_sum, load, multiply_add, pointer, prefetch, zeros
 
 BLOCK = 32  # columns of the result that one thread computes before it takes the next
 AHEAD = 2048  # weights: how far ahead of use they are asked for
@@ -26,44 +26,44 @@ _compile = njit(error_model="numpy", nogil=True, cache=True)
 def multiply_in_turn(y: np.ndarray, x: np.ndarray, weight: np.ndarray) -> None:
     """y [N, O] = x [N, I] float32 times weight [O, I], float32 or bfloat16 as uint16; I a multiple of LANES."""
     for block in range(-(-weight.shape[0] // BLOCK)):
-        _multiply_block(y, x.reshape(-1), weight.reshape(-1), block)
+        _multiply_block(y, x, weight, block)
 
 
 @njit(error_model="numpy", nogil=True, cache=True, parallel=True)
 def multiply_in_parallel(y: np.ndarray, x: np.ndarray, weight: np.ndarray) -> None:
     for block in prange(-(-weight.shape[0] // BLOCK)):
-        _multiply_block(y, x.reshape(-1), weight.reshape(-1), block)
+        _multiply_block(y, x, weight, block)
 
 
 @_compile
 def _multiply_block(y: np.ndarray, x: np.ndarray, weight: np.ndarray, block: int) -> None:
-    size, end = x.shape[0] // y.shape[0], min((block + 1) * BLOCK, y.shape[1])
+    end = min((block + 1) * BLOCK, y.shape[1])
     for column in range(block * BLOCK, end, 2):
         for row in range(0, y.shape[0], ROWS):
-            _multiply_few(y, x, weight, size, column, min(column + 1, end - 1), row)
+            _multiply_few(y, x, weight, column, min(column + 1, end - 1), row)
 
 
 @_compile
-def _multiply_few(
-    y: np.ndarray, x: np.ndarray, weight: np.ndarray, size: int, column: int, other: int, row: int
-) -> None:
+def _multiply_few(y: np.ndarray, x: np.ndarray, weight: np.ndarray, column: int, other: int, row: int) -> None:
     """ROWS rows by two columns. Where there are fewer the last is computed repeatedly, and stored as often."""
-    last = y.shape[0] - 1
+    size, last = x.shape[1], y.shape[0] - 1
+    left, right = pointer(weight, column * size), pointer(weight, other * size)
     b, c, d = min(row + 1, last), min(row + 2, last), min(row + 3, last)
+    pa, pb, pc, pd = pointer(x, row * size), pointer(x, b * size), pointer(x, c * size), pointer(x, d * size)
     a0, b0, c0, d0 = zeros(), zeros(), zeros(), zeros()
     a1, b1, c1, d1 = zeros(), zeros(), zeros(), zeros()
     for i in range(0, size, LANES):
-        w0, w1 = load(weight, column * size + i), load(weight, other * size + i)
-        prefetch(weight, column * size + i + AHEAD)
-        prefetch(weight, other * size + i + AHEAD)
-        v = load(x, row * size + i)
-        a0, a1 = multiply_add_vectors(v, w0, a0), multiply_add_vectors(v, w1, a1)
-        v = load(x, b * size + i)
-        b0, b1 = multiply_add_vectors(v, w0, b0), multiply_add_vectors(v, w1, b1)
-        v = load(x, c * size + i)
-        c0, c1 = multiply_add_vectors(v, w0, c0), multiply_add_vectors(v, w1, c1)
-        v = load(x, d * size + i)
-        d0, d1 = multiply_add_vectors(v, w0, d0), multiply_add_vectors(v, w1, d1)
+        w0, w1 = load(left, i), load(right, i)
+        prefetch(left, i + AHEAD)
+        prefetch(right, i + AHEAD)
+        v = load(pa, i)
+        a0, a1 = multiply_add(v, w0, a0), multiply_add(v, w1, a1)
+        v = load(pb, i)
+        b0, b1 = multiply_add(v, w0, b0), multiply_add(v, w1, b1)
+        v = load(pc, i)
+        c0, c1 = multiply_add(v, w0, c0), multiply_add(v, w1, c1)
+        v = load(pd, i)
+        d0, d1 = multiply_add(v, w0, d0), multiply_add(v, w1, d1)
     y[row, column], y[row, other] = horizontal_sum(a0), horizontal_sum(a1)
     y[b, column], y[b, other] = horizontal_sum(b0), horizontal_sum(b1)
     y[c, column], y[c, other] = horizontal_sum(c0), horizontal_sum(c1)

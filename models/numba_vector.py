@@ -1,12 +1,15 @@
-"""Sixteen float32 at once as a type of Numba's: loads, stores and fused multiply-adds of whole vector registers.
+"""Sixteen float32 at once as a type of Numba's: loads, stores and arithmetic of whole vector registers.
 
 LLVM makes such code of loops by itself only where it can prove much about them; here it is said outright, for any
-CPU: on one whose registers are shorter a vector takes several. Knows nothing about attention.
+CPU: on one whose registers are shorter a vector takes several. Numbers lie behind pointers, which unlike arrays cost
+nothing to hand over; no index is checked. Knows nothing about attention.
 """
 
 # Numba calls these functions otherwise than they are defined
 # pyright: reportCallIssue=false, reportArgumentType=false
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -24,7 +27,12 @@ class _Vector(types.Type):
         super().__init__("float32x16")
 
 
-_vector = _Vector()
+class _Block(types.Type):
+    """Rows of two vectors each. A block of a few rows stays in registers."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(f"float32x32[{rows}]")
+        self.rows = rows
 
 
 @register_model(_Vector)
@@ -33,84 +41,138 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(manager, kind, _FLOATS)
 
 
+@register_model(_Block)
+class _BlockModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: _Block) -> None:
+        super().__init__(manager, kind, ir.ArrayType(_FLOATS, 2 * kind.rows))
+
+
+_vector = _Vector()
+
+
 @intrinsic
-def load(typing: Any, array: Any, index: Any) -> Any:
-    """array[index : index + LANES] as float32. uint16 holds bfloat16, the upper half of a float32."""
+def pointer(typing: Any, array: Any, index: Any) -> Any:
+    """Where the number lies that has this index in the C-contiguous array laid out flat."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        pointer = _pointer(context, builder, signature, values)
+        return builder.gep(context.make_array(signature.args[0])(context, builder, values[0]).data, [values[1]])
+
+    return types.CPointer(array.dtype)(array, types.intp), generate
+
+
+@intrinsic
+def shifted(typing: Any, pointer: Any, count: Any) -> Any:
+    """So many numbers further."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        return builder.gep(*_one_index(values))
+
+    return pointer(pointer, types.intp), generate
+
+
+@intrinsic
+def load(typing: Any, pointer: Any, index: Any) -> Any:
+    """pointer[index : index + LANES] as float32. uint16 holds bfloat16, the upper half of a float32."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        at = builder.gep(*_one_index(values))
         if signature.args[0].dtype == types.float32:
-            return builder.load(builder.bitcast(pointer, _FLOATS.as_pointer()), align=4)
+            return builder.load(builder.bitcast(at, _FLOATS.as_pointer()), align=4)
         halves = ir.VectorType(ir.IntType(16), LANES)
-        bits = builder.zext(builder.load(builder.bitcast(pointer, halves.as_pointer()), align=2), _WORDS)
+        bits = builder.zext(builder.load(builder.bitcast(at, halves.as_pointer()), align=2), _WORDS)
         return builder.bitcast(builder.shl(bits, ir.Constant(_WORDS, [16] * LANES)), _FLOATS)
 
-    return _vector(array, types.intp), generate
+    return _vector(pointer, types.intp), generate
 
 
 @intrinsic
-def store(typing: Any, array: Any, index: Any, vector: Any) -> Any:
-    """array[index : index + LANES] = vector, of a float32 array."""
+def store(typing: Any, pointer: Any, index: Any, vector: Any) -> Any:
+    """pointer[index : index + LANES] = vector, of float32."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        pointer = _pointer(context, builder, signature, values)
-        builder.store(values[2], builder.bitcast(pointer, _FLOATS.as_pointer()), align=4)
+        at = builder.gep(*_one_index(values))
+        builder.store(values[2], builder.bitcast(at, _FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, vector), generate
+    return types.void(pointer, types.intp, vector), generate
 
 
 @intrinsic
-def zeros(typing: Any) -> Any:
+def prefetch(typing: Any, pointer: Any, index: Any) -> Any:
+    """Ask for the cache line of pointer[index], wherever that is: nothing is read."""
+
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        return ir.Constant(_FLOATS, None)
+        word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        read, near, data = (ir.Constant(word, number) for number in (0, 1, 1))
+        builder.call(function, [builder.bitcast(builder.gep(*_one_index(values)), byte), read, near, data])
+        return context.get_dummy_value()
 
-    return _vector(), generate
+    return types.void(pointer, types.intp), generate
 
 
 @intrinsic
-def multiply_add_vectors(typing: Any, left: Any, right: Any, addend: Any) -> Any:
+def spread(typing: Any, number: Any) -> Any:
+    """The number in all lanes."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        return _spread(builder, values[0])
+
+    return _vector(types.float32), generate
+
+
+@intrinsic
+def add(typing: Any, left: Any, right: Any) -> Any:
+    return _vector(left, right), lambda _, builder, __, values: builder.fadd(*values)
+
+
+@intrinsic
+def multiply(typing: Any, left: Any, right: Any) -> Any:
+    return _vector(left, right), lambda _, builder, __, values: builder.fmul(*values)
+
+
+@intrinsic
+def multiply_add(typing: Any, left: Any, right: Any, addend: Any) -> Any:
     """left * right + addend, lane by lane, rounded once where the CPU can."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        fused = ["contract"]
-        return builder.fadd(builder.fmul(values[0], values[1], flags=fused), values[2], flags=fused)
-
-    return _vector(left, right, addend), generate
-
-
-@intrinsic
-def horizontal_sum(typing: Any, vector: Any) -> Any:
-    """The lanes' sum: halves are added until one is left."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        return _reduced(builder, values[0], builder.fadd)
-
-    return types.float32(vector), generate
-
-
-@intrinsic
-def multiply_add(typing: Any, factors: Any, index: Any, vector: Any, addend: Any) -> Any:
-    """factors[index] * vector + addend, rounded once where the CPU can. The index is not checked, nor from the end."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        lane, fused = ir.Constant(ir.IntType(32), 0), ["contract"]
-        factor = builder.load(_pointer(context, builder, signature, values))
-        single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), factor, lane)
-        spread = builder.shuffle_vector(single, single, ir.Constant(_WORDS, [0] * LANES))
-        return builder.fadd(builder.fmul(spread, values[2], flags=fused), values[3], flags=fused)
-
-    return _vector(factors, types.intp, vector, addend), generate
+    return _vector(left, right, addend), lambda _, builder, __, values: _fused(builder, *values)
 
 
 @intrinsic
 def larger(typing: Any, left: Any, right: Any) -> Any:
     """Lane by lane the larger one, the right one where either is NaN."""
+    return _vector(left, right), lambda _, builder, __, values: _larger(builder, *values)
+
+
+@intrinsic
+def exponential(typing: Any, vector: Any, shift: Any) -> Any:
+    """exp(vector - shift) where that is <= 0, lane by lane; within 2 units of the last place, 0 below -87.
+
+    x = n ln 2 + r with ln 2 in two parts (Cody & Waite 1980), and the Taylor series of exp(r) to the seventh power.
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        return builder.select(builder.fcmp_ordered(">", values[0], values[1]), values[0], values[1])
+        x = builder.fsub(values[0], _spread(builder, values[1]))
+        bounded = _larger(builder, _number(-87.0), x)  # NaN stays what it is
+        # a sum as large as this has no room for fractions: n and the exponent's bias are its lowest bits
+        large = _number(1.5 * 2.0**23 + 127)
+        sum_ = _fused(builder, bounded, _number(math.log2(math.e)), large)
+        n = builder.fsub(sum_, large)
+        r = _fused(builder, n, _number(2.12194440e-4), _fused(builder, n, _number(-0.693359375), bounded))
+        series = _number(1 / math.factorial(7))
+        for power in (6, 5, 4, 3, 2, 1, 0):
+            series = _fused(builder, series, r, _number(1 / math.factorial(power)))
+        power_of_two = builder.shl(builder.bitcast(sum_, _WORDS), ir.Constant(_WORDS, [23] * LANES))
+        value = builder.fmul(series, builder.bitcast(power_of_two, _FLOATS))
+        return builder.select(builder.fcmp_ordered("<", x, _number(-87.0)), _number(0.0), value)
 
-    return _vector(left, right), generate
+    return _vector(vector, types.float32), generate
+
+
+@intrinsic
+def horizontal_sum(typing: Any, vector: Any) -> Any:
+    """The lanes' sum: halves are added until one is left."""
+    return types.float32(vector), lambda _, builder, __, values: _reduced(builder, values[0], builder.fadd)
 
 
 @intrinsic
@@ -118,32 +180,85 @@ def horizontal_largest(typing: Any, vector: Any) -> Any:
     """The largest lane: halves are compared until one is left."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        def reduce(low: Any, high: Any) -> Any:
-            return builder.select(builder.fcmp_ordered(">", low, high), low, high)
-
-        return _reduced(builder, values[0], reduce)
+        return _reduced(builder, values[0], lambda low, high: _larger(builder, low, high))
 
     return types.float32(vector), generate
 
 
 @intrinsic
-def prefetch(typing: Any, array: Any, index: Any) -> Any:
-    """Ask for the cache line of array[index], of any index: nothing is read."""
+def zeros(typing: Any) -> Any:
+    return _vector(), lambda *_: ir.Constant(_FLOATS, None)
+
+
+@intrinsic(prefer_literal=True)
+def load_block(typing: Any, rows: Any, pointer: Any, stride: Any) -> Any:
+    """So many rows of float32: each begins `stride` after the one before."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        read, near, data = (ir.Constant(word, number) for number in (0, 1, 1))
-        builder.call(function, [builder.bitcast(_pointer(context, builder, signature, values), byte), read, near, data])
+        block = ir.Constant(context.get_value_type(signature.return_type), ir.Undefined)
+        for part, at in enumerate(_parts(builder, *values[1:], signature.return_type)):
+            block = builder.insert_value(block, builder.load(at, align=4), part)
+        return block
+
+    return _Block(rows.literal_value)(rows, pointer, types.intp), generate
+
+
+@intrinsic
+def store_block(typing: Any, pointer: Any, stride: Any, block: Any) -> Any:
+    """The inverse of `load_block`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        for part, at in enumerate(_parts(builder, *values[:2], signature.args[2])):
+            builder.store(builder.extract_value(values[2], part), at, align=4)
         return context.get_dummy_value()
 
-    return types.void(array, types.intp), generate
+    return types.void(pointer, types.intp, block), generate
 
 
-def _pointer(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-    array = context.make_array(signature.args[0])(context, builder, values[0])
-    return builder.gep(array.data, [values[1]])
+@intrinsic(prefer_literal=True)
+def zeros_block(typing: Any, rows: Any) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        return ir.Constant(context.get_value_type(signature.return_type), None)
+
+    return _Block(rows.literal_value)(rows), generate
+
+
+@intrinsic
+def add_products(typing: Any, block: Any, factors: Any, index: Any, stride: Any, left: Any, right: Any) -> Any:
+    """block[row] + factors[index + row * stride] * (left, right), each rounded once where the CPU can."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        block, factors, index, stride, *vectors = values
+        for row in range(signature.args[0].rows):
+            factor = _spread(builder, builder.load(builder.gep(factors, [index])))
+            for part, vector in enumerate(vectors, 2 * row):
+                total = _fused(builder, factor, vector, builder.extract_value(block, part))
+                block = builder.insert_value(block, total, part)
+            index = builder.add(index, stride)
+        return block
+
+    return block(block, factors, types.intp, types.intp, left, right), generate
+
+
+def _one_index(values: Any) -> tuple[Any, list[Any]]:
+    return values[0], [values[1]]
+
+
+def _number(value: float) -> ir.Constant:
+    return ir.Constant(_FLOATS, [value] * LANES)
+
+
+def _spread(builder: ir.IRBuilder, number: Any) -> Any:
+    single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(single, single, ir.Constant(_WORDS, [0] * LANES))
+
+
+def _fused(builder: ir.IRBuilder, left: Any, right: Any, addend: Any) -> Any:
+    return builder.fadd(builder.fmul(left, right, flags=["contract"]), addend, flags=["contract"])
+
+
+def _larger(builder: ir.IRBuilder, left: Any, right: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", left, right), left, right)
 
 
 def _reduced(builder: ir.IRBuilder, lanes: Any, combine: Any) -> Any:
@@ -153,3 +268,12 @@ def _reduced(builder: ir.IRBuilder, lanes: Any, combine: Any) -> Any:
         low, high = (ir.Constant(kind, list(range(first, first + half))) for first in (0, half))
         lanes = combine(builder.shuffle_vector(lanes, lanes, low), builder.shuffle_vector(lanes, lanes, high))
     return builder.extract_element(lanes, ir.Constant(word, 0))
+
+
+def _parts(builder: ir.IRBuilder, pointer: Any, stride: Any, block: _Block) -> Iterator[Any]:
+    """Where each vector of a block lies."""
+    for _ in range(block.rows):
+        for lane in (0, LANES):
+            at = builder.gep(pointer, [ir.Constant(stride.type, lane)])
+            yield builder.bitcast(at, _FLOATS.as_pointer())
+        pointer = builder.gep(pointer, [stride])

@@ -77,7 +77,11 @@ class Placement:
     @property
     def lone_cpu(self) -> bool:
         """Whether the only device is a CPU, whose cores are all its own."""
-        return self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
+        return self.mesh.size == 1 and self.platform == "cpu"
+
+    @property
+    def platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
 
     def spec(self, *axes: str | None) -> PartitionSpec:
         return self.rules.spec(axes)
