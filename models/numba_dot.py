@@ -13,13 +13,14 @@ import numpy as np
 from dcpjax.models import numba_here
 from dcpjax.models.numba_here import LANES
 
-MOST_ROWS = 16  # from there on the matrix units that XLA uses are faster
+# from there on XLA is faster, in bfloat16 by the CPU's matrix units
+MOST_ROWS = {jnp.dtype(jnp.bfloat16): 8, jnp.dtype(jnp.float32): 32}
 
 
 def suits(x: jax.Array, weight: jax.Array) -> bool:
     """Whether kernels can be called here and this one takes arrays like these."""
-    small = x.shape[0] <= MOST_ROWS and x.shape[1] % LANES == 0
-    return small and weight.dtype in (jnp.bfloat16, jnp.float32) and numba_here.available()
+    few = x.shape[0] <= MOST_ROWS.get(weight.dtype, 0)
+    return few and x.shape[1] % LANES == 0 and numba_here.available()
 
 
 def few_rows_dot(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -9,15 +9,14 @@ Works on plain arrays: knows nothing about JAX or models.
 from typing import Any
 
 import numpy as np
-from numba import from_dtype, njit, prange, types
+from numba import from_dtype, literally, njit, prange, types
 
 from dcpjax.models.numba_call import arguments, results
 from dcpjax.models.numba_call import array as array_of
-from dcpjax.models.numba_vector import LANES, horizontal_sum, load, multiply_add, pointer, prefetch, zeros
+from dcpjax.models.numba_vector import LANES, add_lanes, load, pointer, prefetch, store_sums, zeros_block
 
 BLOCK = 32  # columns of the result that one thread computes before it takes the next
 AHEAD = 2048  # weights: how far ahead of use they are asked for
-ROWS = 4  # rows of x that meet a row of weights while it is in a register
 
 _compile = njit(error_model="numpy", nogil=True, cache=True)
 
@@ -37,37 +36,35 @@ def multiply_in_parallel(y: np.ndarray, x: np.ndarray, weight: np.ndarray) -> No
 
 @_compile
 def _multiply_block(y: np.ndarray, x: np.ndarray, weight: np.ndarray, block: int) -> None:
-    end = min((block + 1) * BLOCK, y.shape[1])
-    for column in range(block * BLOCK, end, 2):
-        for row in range(0, y.shape[0], ROWS):
-            _multiply_few(y, x, weight, column, min(column + 1, end - 1), row)
+    first, end, rows, row = block * BLOCK, min((block + 1) * BLOCK, y.shape[1]), y.shape[0], 0
+    while rows - row >= 8:
+        _multiply_rows(8, y, x, weight, first, end, row)
+        row += 8
+    if rows - row >= 4:
+        _multiply_rows(4, y, x, weight, first, end, row)
+        row += 4
+    if rows - row >= 2:
+        _multiply_rows(2, y, x, weight, first, end, row)
+        row += 2
+    if rows > row:
+        _multiply_rows(1, y, x, weight, first, end, row)
 
 
 @_compile
-def _multiply_few(y: np.ndarray, x: np.ndarray, weight: np.ndarray, column: int, other: int, row: int) -> None:
-    """ROWS rows by two columns. Where there are fewer the last is computed repeatedly, and stored as often."""
-    size, last = x.shape[1], y.shape[0] - 1
-    left, right = pointer(weight, column * size), pointer(weight, other * size)
-    b, c, d = min(row + 1, last), min(row + 2, last), min(row + 3, last)
-    pa, pb, pc, pd = pointer(x, row * size), pointer(x, b * size), pointer(x, c * size), pointer(x, d * size)
-    a0, b0, c0, d0 = zeros(), zeros(), zeros(), zeros()
-    a1, b1, c1, d1 = zeros(), zeros(), zeros(), zeros()
-    for i in range(0, size, LANES):
-        w0, w1 = load(left, i), load(right, i)
-        prefetch(left, i + AHEAD)
-        prefetch(right, i + AHEAD)
-        v = load(pa, i)
-        a0, a1 = multiply_add(v, w0, a0), multiply_add(v, w1, a1)
-        v = load(pb, i)
-        b0, b1 = multiply_add(v, w0, b0), multiply_add(v, w1, b1)
-        v = load(pc, i)
-        c0, c1 = multiply_add(v, w0, c0), multiply_add(v, w1, c1)
-        v = load(pd, i)
-        d0, d1 = multiply_add(v, w0, d0), multiply_add(v, w1, d1)
-    y[row, column], y[row, other] = horizontal_sum(a0), horizontal_sum(a1)
-    y[b, column], y[b, other] = horizontal_sum(b0), horizontal_sum(b1)
-    y[c, column], y[c, other] = horizontal_sum(c0), horizontal_sum(c1)
-    y[d, column], y[d, other] = horizontal_sum(d0), horizontal_sum(d1)
+def _multiply_rows(
+    together: int, y: np.ndarray, x: np.ndarray, weight: np.ndarray, first: int, end: int, row: int
+) -> None:
+    """So many rows by columns `first` to `end`, two at a time; of an odd number the last is computed twice."""
+    size, columns = x.shape[1], y.shape[1]
+    for column in range(first, end, 2):
+        other = min(column + 1, end - 1)
+        rows, left, right = pointer(x, row * size), pointer(weight, column * size), pointer(weight, other * size)
+        sums = zeros_block(literally(together))
+        for i in range(0, size, LANES):
+            prefetch(left, i + AHEAD)
+            prefetch(right, i + AHEAD)
+            sums = add_lanes(sums, rows, i, size, load(left, i), load(right, i))
+        store_sums(pointer(y, row * columns + column), columns, other - column, sums)
 
 
 def kernel(stored: np.dtype, parallel: bool) -> Any:

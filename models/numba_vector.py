@@ -240,6 +240,38 @@ def add_products(typing: Any, block: Any, factors: Any, index: Any, stride: Any,
     return block(block, factors, types.intp, types.intp, left, right), generate
 
 
+@intrinsic
+def add_lanes(typing: Any, block: Any, rows: Any, index: Any, stride: Any, left: Any, right: Any) -> Any:
+    """block[row] + (left, right) * what lies at rows[index + row * stride], lane by lane, each rounded once."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        block, rows, index, stride, *vectors = values
+        for row in range(signature.args[0].rows):
+            own = builder.load(builder.bitcast(builder.gep(rows, [index]), _FLOATS.as_pointer()), align=4)
+            for part, vector in enumerate(vectors, 2 * row):
+                total = _fused(builder, own, vector, builder.extract_value(block, part))
+                block = builder.insert_value(block, total, part)
+            index = builder.add(index, stride)
+        return block
+
+    return block(block, rows, types.intp, types.intp, left, right), generate
+
+
+@intrinsic
+def store_sums(typing: Any, pointer: Any, stride: Any, between: Any, block: Any) -> Any:
+    """The sum of each vector's lanes: of a row's second one `between` after that of its first."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        at, stride, between, block = values
+        for row in range(signature.args[3].rows):
+            for part, place in enumerate((at, builder.gep(at, [between])), 2 * row):
+                builder.store(_reduced(builder, builder.extract_value(block, part), builder.fadd), place)
+            at = builder.gep(at, [stride])
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.intp, types.intp, block), generate
+
+
 def _one_index(values: Any) -> tuple[Any, list[Any]]:
     return values[0], [values[1]]
 
