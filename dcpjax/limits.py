@@ -4,9 +4,12 @@ from dcpjax.models import operations
 from dcpjax.models.config import ModelConfig
 from dcpjax.scheduler import Limits, Pace
 
-# Time of one of attention's multiply-adds over that of a matrix product's: measured on CPU, where attention is a
-# loop on one core; accelerators run both on the same units.
+# Time of one of attention's multiply-adds over that of a matrix product's: measured on CPU, where a few tokens late in
+# a long prompt mostly wait for its cache; accelerators run both on the same units.
 ATTENTION_COST = {"cpu": 3.0}
+# Prompt work beside decodes on CPU, as a share of what as many tokens' products take: with the head, which every decode
+# reads and prompts do not need, about as long again as a decode takes.
+MIXED_WORK = 40
 # Tokens of a step of decodes and prompts on CPU: the smallest bucket, whose products cost little more than a decode's.
 MIXED_STEP = 32
 
@@ -22,14 +25,14 @@ def step_limits(
 ) -> Limits:
     """The user's choice, and for what he left open what suits the platform."""
     on_cpu = platform == "cpu"
+    per_token = operations.per_token(config)
+    decode_work = round(MIXED_WORK * (1 + config.hidden_size * config.vocab_size / per_token))
     return Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens or (512 if on_cpu else 2048),
         pace=Pace(
-            tokens=max_mixed_prefill_tokens or (64 if on_cpu else 512),
-            per_position=ATTENTION_COST.get(platform, 1.0)
-            * operations.per_position(config)
-            / operations.per_token(config),
+            tokens=max_mixed_prefill_tokens or (decode_work if on_cpu else 512),
+            per_position=ATTENTION_COST.get(platform, 1.0) * operations.per_position(config) / per_token,
             step_tokens=MIXED_STEP if on_cpu and not max_mixed_prefill_tokens else None,
             always=max_mixed_prefill_tokens is not None,
         ),

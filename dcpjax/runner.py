@@ -3,12 +3,14 @@
 Knows arrays and batches; knows nothing about queues or text.
 """
 
+import atexit
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial as bind
 from typing import Any
+from weakref import WeakSet
 
 import jax
 import numpy as np
@@ -75,6 +77,16 @@ class Sizes:
     limits: Limits
 
 
+_runners: WeakSet["Runner"] = WeakSet()
+
+
+@atexit.register
+def _wait_for_runners() -> None:
+    """XLA's threads and those of Numba wait for each other for ever if a process ends while a step runs."""
+    for runner in list(_runners):
+        runner.wait()
+
+
 class Runner:
     """Loads a model onto the mesh and runs steps on it."""
 
@@ -110,6 +122,7 @@ class Runner:
         self._copy = compile_copy(self.cache, self.place)
         self._compiled: set[ProgramKey] = set()
         self.compile_seconds = 0.0
+        _runners.add(self)
 
     @property
     def place(self) -> Placement:
@@ -176,6 +189,14 @@ class Runner:
         if lost:
             self.cache, self.latest = self._empty_cache(), self._no_tokens()
         return lost
+
+    def __del__(self) -> None:
+        self.wait()
+
+    def wait(self) -> None:
+        """Until no step runs, whatever became of it."""
+        with suppress(Exception):
+            jax.block_until_ready((self.cache, self.latest))
 
     def _copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         if pairs:

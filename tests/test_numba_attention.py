@@ -1,5 +1,7 @@
 """The CPU kernel against the XLA loop and whole attention: every rank, tiles of one and of eight tokens."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import cache, reduce
 from typing import Any
@@ -160,3 +162,20 @@ def test_an_interface_of_another_version_is_left_alone():
     assert numba_here.available()
     assert numba_here.interface("#define XLA_FFI_API_MAJOR 0\n#define XLA_FFI_API_MINOR 4\n") == (0, 4)
     assert numba_here.interface("") == (-1, -1)
+
+
+ENDS_DURING_A_STEP = """
+from dcpjax import LLM, SamplingParams
+sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8}
+sizes |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 49152, "rope_scaling": None}
+llm = LLM("llama-3.1-8b", load_format="dummy", hf_overrides=sizes, max_model_len=256, dtype="float32")
+answers = llm.stream([[1, 2, 3]] * 2, SamplingParams(max_tokens=100, ignore_eos=True))
+for _ in range(8):
+    next(answers)
+answers.close()
+"""
+
+
+def test_a_process_that_ends_while_a_step_runs_does_end():
+    """XLA's threads and Numba's once waited for each other when their process left them in the middle of a step."""
+    subprocess.run([sys.executable, "-c", ENDS_DURING_A_STEP], check=True, timeout=120)
