@@ -41,6 +41,8 @@ from dcpjax.models.numba_vector import (
 CHUNK_SLOTS = 256  # scored before their shares are taken: keys, values and scores stay in the inner caches
 TILE_TOKENS = (8, 64)  # least and most of one request that share what is read of its cache
 ITEMS = 16  # of which there should be no fewer, for threads to share
+SPLIT_TOKENS = 32  # at most, of a step in which a long request's slots are shared by threads
+SPAN_SLOTS = 2048  # of such a share
 COLUMNS = 2 * LANES  # of the sums that are in registers
 TOGETHER = 8  # rows of sums that are in registers, for queries of many
 FEW_TOGETHER = 4  # the same where there are at most
@@ -52,35 +54,69 @@ _compile = njit(error_model="numpy", nogil=True, cache=True)
 @_compile
 def attend_in_turn(arguments: Any) -> None:
     """All items on one core; `arguments` as `_attend_items` names them."""
-    _attend_items(0, _tiles(arguments[6], arguments[7], arguments[4].shape[2]), *arguments)
+    seen = _visible(arguments[6], arguments[9])
+    tiles, split = _tiles(seen, arguments[7], arguments[4].shape[2])
+    parts = _parts(split, arguments[3])
+    _attend_items(0, tiles, seen, parts, *arguments)
+    _merge(split, parts, arguments[0], arguments[1])
 
 
 @njit(error_model="numpy", nogil=True, cache=True, parallel=True)
 def attend_in_parallel(arguments: Any) -> None:
     """As many threads as have a workspace."""
-    tiles = _tiles(arguments[6], arguments[7], arguments[4].shape[2])
+    seen = _visible(arguments[6], arguments[9])
+    tiles, split = _tiles(seen, arguments[7], arguments[4].shape[2])
+    parts = _parts(split, arguments[3])
     for thread in prange(arguments[2].shape[0]):
-        _attend_items(thread, tiles, *arguments)
+        _attend_items(thread, tiles, seen, parts, *arguments)
+    _merge(split, parts, arguments[0], arguments[1])
 
 
 @_compile
-def _tiles(positions: np.ndarray, rows: np.ndarray, kv_heads: int) -> np.ndarray:
-    """First token of each tile and the one after its last, [T, 2]; those with most work first."""
-    tokens, starts = rows.shape[0], [0]
-    most = min(max(TILE_TOKENS[0], tokens * kv_heads // ITEMS), TILE_TOKENS[1])
+def _tiles(seen: np.ndarray, rows: np.ndarray, kv_heads: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tiles [T, 5], those with most work first: first token, the one after its last, first slot, the one after its
+    last, and where its results go among the parts, -1 for the results themselves.
+
+    And those that were split [S, 4]: first token, the one after its last, place of the parts, number of spans.
+    """
+    tokens, starts, splits = rows.shape[0], [0], rows.shape[0] <= SPLIT_TOKENS
+    few = min(max(TILE_TOKENS[0], tokens * kv_heads // ITEMS), TILE_TOKENS[1])
     for token in range(1, tokens):
-        if rows[token] != rows[token - 1] or token - starts[-1] == most:
+        most = TILE_TOKENS[1] if splits and seen[token] > SPAN_SLOTS else few
+        if rows[token] != rows[token - 1] or token - starts[-1] >= most:
             starts.append(token)
-    first = np.array(starts)
-    end = np.append(first[1:], tokens)
-    order = np.argsort((first - end) * (positions[end - 1] + 1))
-    return np.stack((first[order], end[order]), axis=1)
+    starts.append(tokens)
+    tiles, part = [(0, 0, 0, 0, -1) for _ in range(0)], 0
+    split, count = np.empty((len(starts), 4), np.int64), 0
+    for tile in range(len(starts) - 1):
+        first, end, slots = starts[tile], starts[tile + 1], seen[starts[tile + 1] - 1]
+        spans = -(-slots // SPAN_SLOTS) if splits else 1
+        if spans <= 1:
+            tiles.append((first, end, 0, slots, -1))
+            continue
+        split[count, 0], split[count, 1], split[count, 2], split[count, 3] = first, end, part, spans
+        count += 1
+        for span in range(spans):
+            tiles.append((first, end, span * SPAN_SLOTS, min((span + 1) * SPAN_SLOTS, slots), part))
+            part += end - first
+    every = np.array(tiles)
+    work = (every[:, 1] - every[:, 0]) * (every[:, 3] - every[:, 2])
+    return every[np.argsort(-work)], split[:count]
+
+
+@_compile
+def _parts(split: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Room for the results of spans, [P, K, G, D] and [P, K, G]."""
+    count = np.sum((split[:, 1] - split[:, 0]) * split[:, 3])
+    return np.empty((count, *q.shape[1:]), np.float32), np.empty((count, *q.shape[1:3]), np.float32)
 
 
 @_compile
 def _attend_items(
     thread: int,
     tiles: np.ndarray,
+    seen: np.ndarray,
+    parts: tuple[np.ndarray, np.ndarray],
     out: np.ndarray,
     lse: np.ndarray,
     workspace: np.ndarray,
@@ -92,30 +128,58 @@ def _attend_items(
     table: np.ndarray,
     share: np.ndarray,
 ) -> None:
-    """Fill in `out` [N, K, G, D] and `lse` [N, K, G] of one thread's items: the threads deal, heaviest first.
+    """Fill in `out` [N, K, G, D] and `lse` [N, K, G], or the parts, of one thread's items: the threads deal.
 
     q [N, K, G, D] float32, scaled; keys [B, 1, K, D, P] and values [B, 1, K, P, D] as cached; positions and rows [N],
     table [R, W]: what `Work` holds. `share` of the positions that is cached here: dcp, interleave, rank. `workspace`
-    [threads, `workspace_size`] float32.
+    [threads, `workspace_size`] float32. `seen` [N]: slots of each token.
     """
-    (_, kv_heads, group, width), threads = q.shape, workspace.shape[0]
+    (_, kv_heads, group, width), threads, slots = q.shape, workspace.shape[0], keys.shape[4]
     items, own = tiles.shape[0] * kv_heads, group * width
     for item in range(thread, items, threads):
-        head, first, end = item % kv_heads, tiles[item // kv_heads, 0], tiles[item // kv_heads, 1]
-        seen = np.repeat(_visible(positions[first:end], share), group)
-        queries, size = pointer(workspace[thread], 0), _round_up(seen.shape[0], TOGETHER) * width
+        tile, head = tiles[item // kv_heads], item % kv_heads
+        first, tokens = tile[0], tile[1] - tile[0]
+        queries, size = pointer(workspace[thread], 0), _round_up(tokens * group, TOGETHER) * width
         sums = shifted(queries, size)
-        for token in range(end - first):
+        for token in range(tokens):
             _copy(pointer(q, ((first + token) * kv_heads + head) * own), shifted(queries, token * own), own)
-        _clear(shifted(queries, seen.shape[0] * width), size - seen.shape[0] * width)
+        _clear(shifted(queries, tokens * own), size - tokens * own)
         _clear(sums, size)
         upcoming = min(item + threads, items - 1)
-        after = table[rows[tiles[upcoming // kv_heads, 0]], 0] * kv_heads + upcoming % kv_heads
-        lses = _attend_tile(sums, queries, shifted(sums, size), keys, values, head, table[rows[first]], seen, after)
-        for token in range(end - first):
-            _copy(shifted(sums, token * own), pointer(out, ((first + token) * kv_heads + head) * own), own)
-            for one in range(group):
-                lse[first + token, head, one] = lses[token * group + one]
+        following = tiles[upcoming // kv_heads]
+        after = table[rows[following[0]], following[2] // slots] * kv_heads + upcoming % kv_heads
+        own_seen, blocks, span = np.repeat(seen[first : tile[1]], group), table[rows[first]], (tile[2], tile[3])
+        lses = _attend_tile(sums, queries, shifted(sums, size), keys, values, head, blocks, own_seen, span, after)
+        for token in range(tokens):
+            if tile[4] < 0:
+                to, to_lse = pointer(out, ((first + token) * kv_heads + head) * own), lse[first + token, head]
+            else:
+                place = tile[4] + token
+                to, to_lse = pointer(parts[0], (place * kv_heads + head) * own), parts[1][place, head]
+            _copy(shifted(sums, token * own), to, own)
+            to_lse[:] = lses[token * group : (token + 1) * group]
+
+
+@_compile
+def _merge(split: np.ndarray, parts: tuple[np.ndarray, np.ndarray], out: np.ndarray, lse: np.ndarray) -> None:
+    """The spans' results -> those of whole tiles, weighted by their lse as `sharding.merge` does."""
+    part_out, part_lse = parts
+    for index in range(split.shape[0]):
+        first, end, place, spans = split[index, 0], split[index, 1], split[index, 2], split[index, 3]
+        for token in range(first, end):
+            rows = place + token - first + (end - first) * np.arange(spans)
+            for head in range(lse.shape[1]):
+                for one in range(lse.shape[2]):
+                    own = np.array([part_lse[row, head, one] for row in rows])
+                    top = np.max(own)
+                    shift = np.float32(0.0) if top == -np.inf else top
+                    weights = np.exp(own - shift)
+                    total = np.sum(weights)
+                    lse[token, head, one] = top + np.log(total) if total != 0.0 else np.float32(-np.inf)
+                    sums = out[token, head, one]
+                    sums[:] = np.float32(0.0)
+                    for span in range(spans if total != 0.0 else 0):
+                        sums += weights[span] / total * part_out[rows[span], head, one]
 
 
 @_compile
@@ -156,9 +220,11 @@ def _attend_tile(
     kv_head: int,
     blocks: np.ndarray,
     seen: np.ndarray,
+    span: tuple[int, int],
     after: int,
 ) -> np.ndarray:
-    """One request and KV head: q [Q, D] of all tokens' heads, blocks [W], seen [Q]; out [Q, D] is 0 -> lse [Q].
+    """One request and KV head, a span of its slots: q [Q, D] of all tokens' heads, blocks [W], seen [Q]; out [Q, D] is
+    0 -> lse [Q].
 
     Arithmetic on one part of the cache hides the wait for the next: keys, their values, the next keys and in the end
     those at `after`, an index into blocks and KV heads, with which the thread's next item begins.
@@ -168,7 +234,7 @@ def _attend_tile(
     raised_keys, raised_values = workspace, shifted(workspace, size * width)
     shares = shifted(raised_values, size * width)
     top, total = np.full(queries, np.float32(-np.inf), np.float32), np.zeros(queries, np.float32)
-    done, last = 0, seen[-1]
+    done, last = span
     while done < last:
         offset = done % slots
         count = min(size, slots - offset, last - done)

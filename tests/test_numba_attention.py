@@ -18,6 +18,7 @@ from dcpjax.models import numba_call, numba_here
 from dcpjax.models.attention import Work, paged_partial
 from dcpjax.models.kv_cache import CacheGeometry, LatentCache, LayerCache, encode
 from dcpjax.models.numba_attention import paged_partial_numba, suits
+from dcpjax.models.numba_kernel import SPAN_SLOTS
 from dcpjax.sharding.merge import Partial, merge
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 64
@@ -26,7 +27,9 @@ PAGINGS = [
     paging(256, 1, 1, 600),
     paging(256, 8, 1, 1100),
     paging(1280, 2, 640, 3000),  # 640 slots in a block: two chunks and a half
+    paging(256, 2, 1, 5000),  # two spans on each rank
 ]
+LONG = paging(256, 1, 1, 5000)
 
 
 def spans(where: Paging) -> list[Span]:
@@ -105,8 +108,8 @@ def test_ranks_merged_equal_whole_attention_in_float64(where):
     assert_close(reduce(merge, found), (out, lse))
 
 
-def test_threads_change_no_bit_and_neither_do_neighbours():
-    where = PAGINGS[1]
+@pytest.mark.parametrize("where", [PAGINGS[1], LONG], ids=str)
+def test_threads_change_no_bit_and_neither_do_neighbours(where):
     step, fewer = spans(where), spans(where)[:1] + spans(where)[3:]
     layer = stored(step, where, 0, np.uint16)
     one, many = (run(kernel, step, where, 0, layer) for kernel in ("in turn", "parallel"))
@@ -114,6 +117,14 @@ def test_threads_change_no_bit_and_neither_do_neighbours():
     np.testing.assert_array_equal(one.lse, many.lse)
     alone = run("parallel", fewer, where, 0, stored(fewer, where, 0, np.uint16))
     np.testing.assert_array_equal(alone.out[0], many.out[0])
+
+
+def test_tokens_on_both_sides_of_a_spans_end_equal_the_loop():
+    step: list[Span] = [(SPAN_SLOTS - 9, 18), (SPAN_SLOTS - 1, 1), (SPAN_SLOTS, 1), (2 * SPAN_SLOTS + 7, 1)]
+    layer = stored(step, LONG, 0, np.float32)
+    expected = run("loop", step, LONG, 0, layer)
+    for kernel in ("in turn", "parallel"):
+        assert_close(run(kernel, step, LONG, 0, layer), expected)
 
 
 @pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
