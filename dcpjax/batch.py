@@ -51,8 +51,8 @@ class Shapes:
         return all(entry.count == 1 for entry in step)
 
     def rows(self, count: int) -> int:
-        """R: 1, 8, 32, 128 ...: few programs, since batches grow and shrink by the step."""
-        return 1 if count == 1 else _round_up(count, 8, 4, self.max_rows)
+        """R: 1, 8, 32, 64, 128 ...: few programs, since batches grow and shrink by the step."""
+        return 1 if count == 1 else _round_up(count, 8, 4 if count <= 32 else 2, self.max_rows)
 
     def tokens(self, count: int) -> int:
         """N of a step that runs prompts: 32, 64, 128 ..."""

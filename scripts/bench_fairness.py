@@ -4,8 +4,9 @@
 
 Some requests decode; then a long prompt arrives and is computed in chunks beside them. Prints the usual gap between
 tokens, the 50th and 99th percentile of the gaps while the prompt runs, and their ratios; once with the pace that the
-engine sets itself, once with chunks as large as a step allows. A small dense model with dummy weights runs, of
-SmolLM2's width; fewer layers make both sides of the ratio faster alike.
+engine sets itself, once with chunks as large as a step allows. The usual gap is the mean of two medians, before the
+prompt and after it, when the others' contexts have grown by thousands of tokens. A small dense model with dummy
+weights runs, of SmolLM2's width; fewer layers make both sides of the ratio faster alike.
 """
 
 import argparse
@@ -35,35 +36,40 @@ USUAL = 64  # gaps that say what is usual
 def main() -> None:
     options = _options()
     print(f"{machine()}; jax {jax.__version__}")
-    print("pace     | usual gap ms | beside the prompt p50   p99   worst | p99 / usual | prompt took")
+    print("pace     | usual gap ms, before, after | beside the prompt p50   p99   worst | p99 / usual | prompt took")
     for name, tokens in (("engine's", None), ("none", options.max_num_batched_tokens)):
         llm = _llm(options, tokens)
         run(llm, options, min(options.prompt, 4096))  # compiles most shapes
         usual, beside, seconds = run(llm, options, options.prompt)
-        middle = float(np.median(usual)) * 1e3
+        before, after = (float(np.median(gaps)) * 1e3 for gaps in usual)
         p50, p99 = (float(np.percentile(beside, percent)) * 1e3 for percent in (50, 99))
         print(
-            f"{name:8} | {middle:12.1f} | {p50:21.1f} {p99:7.1f} {max(beside) * 1e3:7.1f} | {p99 / middle:11.2f} | "
+            f"{name:8} | {before:19.1f} {after:7.1f} | {p50:21.1f} {p99:7.1f} {max(beside) * 1e3:7.1f} | "
+            f"{2 * p99 / (before + after):11.2f} | "
             f"{seconds:.1f} s",
             flush=True,
         )
 
 
-def run(llm: LLM, options: argparse.Namespace, prompt: int) -> tuple[list[float], list[float], float]:
-    """Seconds between tokens before and while the long prompt runs, and how long it takes to its first token."""
+Gaps = list[float]
+
+
+def run(llm: LLM, options: argparse.Namespace, prompt: int) -> tuple[tuple[Gaps, Gaps], Gaps, float]:
+    """Seconds between tokens before and after the long prompt, while it runs, and how long it takes."""
     llm.reset_prefix_cache()
     prompts = [[3 + number, *range(100, 131)] for number in range(options.decodes)]
     answers = llm.stream(prompts, SamplingParams(temperature=0, max_tokens=prompt, ignore_eos=True))
     moments = (time.perf_counter() for event in answers if event.prompt_index == 0)
     for _ in range(8):
         next(moments)
-    usual = _differences([next(moments) for _ in range(USUAL + 1)])
+    before = _differences([next(moments) for _ in range(USUAL + 1)])
     (job,) = llm.intake.jobs([[7 + place % 40_000 for place in range(prompt)]], SamplingParams(max_tokens=1))
     llm.start(job)
-    beside, started = list(_until_done(moments, job)), time.perf_counter()
+    beside, done = list(_until_done(moments, job)), time.perf_counter()
+    after = _differences([next(moments) for _ in range(USUAL + 1)])
     answers.close()
     assert not llm.engine.has_work
-    return usual, _differences(beside), started - beside[0]
+    return (before, after), _differences(beside), done - beside[0]
 
 
 def _until_done(moments: Iterator[float], job: Job) -> Iterator[float]:

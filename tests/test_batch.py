@@ -141,7 +141,7 @@ def test_the_shape_of_a_batch_does_not_depend_on_what_is_chosen_or_scored(seed):
 
 def test_shapes_are_few():
     shapes = Shapes(max_rows=300, max_tokens=2000, table_width=8)
-    assert sorted({shapes.rows(count) for count in range(1, 301)}) == [1, 8, 32, 128, 300]
+    assert sorted({shapes.rows(count) for count in range(1, 301)}) == [1, 8, 32, 64, 128, 256, 300]
     assert sorted({shapes.tokens(count) for count in range(1, 2001)}) == [32, 64, 128, 256, 512, 1024, 2000]
 
 

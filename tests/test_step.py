@@ -93,6 +93,15 @@ def test_the_step_holds_exactly_the_designed_collectives(tp: int, dcp: int, merg
         assert collectives(compiled_choice(runner, step)) == {"all-gather": 1}  # logits
 
 
+@pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (2, 2)])
+def test_angles_are_computed_once_for_all_layers(tp: int, dcp: int) -> None:
+    runner = make_runner(tp, dcp)
+    assert runner.config.num_layers > 1
+    for step in (scheduled([20, 40]), scheduled([20], count=20)):
+        text = compiled(runner, step).as_text()
+        assert (text.count("cosine("), text.count("sine(")) == (1, 2)  # one of each
+
+
 def test_a_replicated_query_projection_saves_one_collective() -> None:
     def gathers(**options: Any) -> int:
         text = compiled(make_runner(1, 8, **options), scheduled([20])).as_text()
