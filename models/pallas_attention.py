@@ -6,8 +6,6 @@ units; the loop raises it to float32 instead. The softmax is float32 in both.
 Knows a step's tokens and tiles; knows nothing about grids or memories.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 
@@ -32,7 +30,7 @@ def paged_partial_kernel(
     geometry: CacheGeometry,
     rank: jax.Array,
     *,
-    platform: Literal["gpu", "tpu"],
+    platform: str,
     interpret: bool = False,
 ) -> Partial:
     """Attention of a step's tokens over the slots of this rank, where `suits` allows it.
