@@ -16,6 +16,7 @@ import ctypes
 from functools import cache as once
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, files
+from threading import Lock
 from typing import Any
 
 import jax
@@ -82,7 +83,10 @@ def results(frame: np.ndarray) -> np.ndarray:
 
 
 def register(name: str, run: Any) -> None:
-    """Make `run`, compiled by Numba and given the call frame, the CPU's custom call `name`."""
+    """Make `run`, compiled by Numba and given the call frame, the CPU's custom call `name`.
+
+    Once for each name, whichever thread comes first: programs are traced in several at a time.
+    """
 
     @cfunc(types.int64(types.CPointer(types.int64)), error_model="numpy")
     def handler(frame_pointer: Any) -> int:
@@ -93,11 +97,14 @@ def register(name: str, run: Any) -> None:
             run(frame)
         return 0  # no error
 
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
-    _registered.append(handler)  # or its code would be freed
+    with _registering:
+        if name not in _registered:
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
+            _registered[name] = handler  # or its code would be freed
 
 
-_registered: list[Any] = []
+_registered: dict[str, Any] = {}
+_registering = Lock()
 
 
 @once

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, reduce
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numba import njit
 from test_attention import dense
 from test_pallas_attention import ROWS, Paging, Span, assert_close, live, paging, scheduled
 
@@ -167,6 +169,15 @@ def test_what_the_kernel_cannot_take_stays_in_the_loop(monkeypatch):
 
 def test_threads_are_used_here_since_the_test_dependencies_bring_their_library():
     assert numba_call.threads_are_safe()
+
+
+def test_a_kernel_is_registered_once_however_many_threads_ask_for_it():
+    def run(frame: np.ndarray) -> None:
+        frame[0] = frame[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        for asked in [pool.submit(numba_call.register, "dcpjax_registered_once", njit(run)) for _ in range(4)]:
+            asked.result()
 
 
 def test_an_interface_of_another_version_is_left_alone():

@@ -151,7 +151,7 @@ def test_examples_are_few() -> None:
         {shape(step, shapes)[:2] for step in found} for found in (decode_steps(shapes), prompt_steps(shapes, 8192))
     )
     assert decodes == {(1, 1), (8, 8), (32, 32), (64, 64), (128, 128), (256, 256)}
-    assert len(prompts) == 21
+    assert len(prompts) == 24
 
 
 def test_no_example_has_more_tokens_than_its_rows_can_hold() -> None:
