@@ -26,7 +26,7 @@ def step_limits(
     """The user's choice, and for what he left open what suits the platform."""
     on_cpu = platform == "cpu"
     per_token = operations.per_token(config)
-    decode_work = round(MIXED_WORK * (1 + config.hidden_size * config.vocab_size / per_token))
+    decode_work = round(MIXED_WORK * (1 + operations.per_choice(config) / per_token))
     return Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens or (512 if on_cpu else 2048),

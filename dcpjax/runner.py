@@ -6,7 +6,7 @@ Knows arrays and batches; knows nothing about queues or text.
 import atexit
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial as bind
 from typing import Any
@@ -181,22 +181,21 @@ class Runner:
 
     def restore_cache(self) -> bool:
         """Make an empty cache if a step that failed or was cut short took the old one along; True if it did."""
-        try:
-            jax.block_until_ready((self.cache, self.latest))
-            lost = any(array.is_deleted() for array in jax.tree.leaves((self.cache, self.latest)))
-        except Exception:
-            lost = True
+        lost = not self.wait()
         if lost:
             self.cache, self.latest = self._empty_cache(), self._no_tokens()
         return lost
 
+    def wait(self) -> bool:
+        """Until no step runs; whether the last one left the cache and the newest tokens whole."""
+        try:
+            jax.block_until_ready((self.cache, self.latest))
+            return not any(array.is_deleted() for array in jax.tree.leaves((self.cache, self.latest)))
+        except Exception:
+            return False
+
     def __del__(self) -> None:
         self.wait()
-
-    def wait(self) -> None:
-        """Until no step runs, whatever became of it."""
-        with suppress(Exception):
-            jax.block_until_ready((self.cache, self.latest))
 
     def _copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         if pairs:

@@ -15,10 +15,8 @@ import numpy as np
 from dcpjax.models import numba_here
 from dcpjax.models.attention import Work
 from dcpjax.models.kv_cache import Cache, CacheGeometry, LayerCache
-from dcpjax.models.numba_here import LANES
+from dcpjax.models.numba_here import COLUMNS
 from dcpjax.sharding.merge import Partial
-
-COLUMNS = 2 * LANES  # that it computes together; slots of a block and dimensions of a head are multiples of it
 
 
 def suits(cache: Cache, geometry: CacheGeometry) -> bool:

@@ -87,7 +87,18 @@ def register(name: str, run: Any) -> None:
 
     Once for each name, whichever thread comes first: programs are traced in several at a time.
     """
+    with _registering:
+        if name not in _registered:
+            handler = _handler(run)
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
+            _registered[name] = handler  # or its code would be freed
 
+
+_registered: dict[str, Any] = {}
+_registering = Lock()
+
+
+def _handler(run: Any) -> Any:
     @cfunc(types.int64(types.CPointer(types.int64)), error_model="numpy")
     def handler(frame_pointer: Any) -> int:
         frame = carray(frame_pointer, 15)
@@ -97,14 +108,7 @@ def register(name: str, run: Any) -> None:
             run(frame)
         return 0  # no error
 
-    with _registering:
-        if name not in _registered:
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
-            _registered[name] = handler  # or its code would be freed
-
-
-_registered: dict[str, Any] = {}
-_registering = Lock()
+    return handler
 
 
 @once

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 
 LANES = 16  # float32 numbers that the kernels take at once
+COLUMNS = 2 * LANES  # of sums that attention keeps in registers: a block's slots and a head's dimensions are multiples
 INTERFACE = (0, 3)  # of XLA's foreign functions, whose frames `numba_call` reads
 
 

@@ -18,8 +18,8 @@ from numba import carray, from_dtype, literally, njit, prange, types
 
 from dcpjax.models.numba_call import arguments, results
 from dcpjax.models.numba_call import array as array_of
+from dcpjax.models.numba_here import COLUMNS, LANES
 from dcpjax.models.numba_vector import (
-    LANES,
     add,
     add_products,
     exponential,
@@ -43,7 +43,6 @@ TILE_TOKENS = (8, 64)  # least and most of one request that share what is read o
 ITEMS = 16  # of which there should be no fewer, for threads to share
 SPLIT_TOKENS = 32  # at most, of a step in which a long request's slots are shared by threads
 SPAN_SLOTS = 2048  # of such a share
-COLUMNS = 2 * LANES  # of the sums that are in registers
 TOGETHER = 8  # rows of sums that are in registers, for queries of many
 FEW_TOGETHER = 4  # the same where there are at most
 FEW = 8  # queries: these read the cache itself, more of them a copy raised to float32
@@ -54,22 +53,29 @@ _compile = njit(error_model="numpy", nogil=True, cache=True)
 @_compile
 def attend_in_turn(arguments: Any) -> None:
     """All items on one core; `arguments` as `_attend_items` names them."""
-    seen = _visible(arguments[6], arguments[9])
-    tiles, split = _tiles(seen, arguments[7], arguments[4].shape[2])
-    parts = _parts(split, arguments[3])
-    _attend_items(0, tiles, seen, parts, *arguments)
-    _merge(split, parts, arguments[0], arguments[1])
+    plan = _plan(arguments)
+    _attend_items(0, plan, arguments)
+    _merge(plan, arguments)
 
 
 @njit(error_model="numpy", nogil=True, cache=True, parallel=True)
 def attend_in_parallel(arguments: Any) -> None:
     """As many threads as have a workspace."""
-    seen = _visible(arguments[6], arguments[9])
-    tiles, split = _tiles(seen, arguments[7], arguments[4].shape[2])
-    parts = _parts(split, arguments[3])
+    plan = _plan(arguments)
     for thread in prange(arguments[2].shape[0]):
-        _attend_items(thread, tiles, seen, parts, *arguments)
-    _merge(split, parts, arguments[0], arguments[1])
+        _attend_items(thread, plan, arguments)
+    _merge(plan, arguments)
+
+
+@_compile
+def _plan(arguments: Any) -> Any:
+    """Slots that each token sees, tiles, those that were split, and room for the results of spans."""
+    _, _, _, q, keys, _, positions, rows, _, share = arguments
+    seen = _visible(positions, share)
+    tiles, split = _tiles(seen, rows, keys.shape[2])
+    count = np.sum((split[:, 1] - split[:, 0]) * split[:, 3])
+    part_out, part_lse = np.empty((count, *q.shape[1:]), np.float32), np.empty((count, *q.shape[1:3]), np.float32)
+    return seen, tiles, split, part_out, part_lse
 
 
 @_compile
@@ -105,35 +111,15 @@ def _tiles(seen: np.ndarray, rows: np.ndarray, kv_heads: int) -> tuple[np.ndarra
 
 
 @_compile
-def _parts(split: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Room for the results of spans, [P, K, G, D] and [P, K, G]."""
-    count = np.sum((split[:, 1] - split[:, 0]) * split[:, 3])
-    return np.empty((count, *q.shape[1:]), np.float32), np.empty((count, *q.shape[1:3]), np.float32)
-
-
-@_compile
-def _attend_items(
-    thread: int,
-    tiles: np.ndarray,
-    seen: np.ndarray,
-    parts: tuple[np.ndarray, np.ndarray],
-    out: np.ndarray,
-    lse: np.ndarray,
-    workspace: np.ndarray,
-    q: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    positions: np.ndarray,
-    rows: np.ndarray,
-    table: np.ndarray,
-    share: np.ndarray,
-) -> None:
+def _attend_items(thread: int, plan: Any, arguments: Any) -> None:
     """Fill in `out` [N, K, G, D] and `lse` [N, K, G], or the parts, of one thread's items: the threads deal.
 
     q [N, K, G, D] float32, scaled; keys [B, 1, K, D, P] and values [B, 1, K, P, D] as cached; positions and rows [N],
     table [R, W]: what `Work` holds. `share` of the positions that is cached here: dcp, interleave, rank. `workspace`
-    [threads, `workspace_size`] float32. `seen` [N]: slots of each token.
+    [threads, `workspace_size`] float32.
     """
+    seen, tiles, _, part_out, part_lse = plan
+    out, lse, workspace, q, keys, values, _, rows, table, _ = arguments
     (_, kv_heads, group, width), threads, slots = q.shape, workspace.shape[0], keys.shape[4]
     items, own = tiles.shape[0] * kv_heads, group * width
     for item in range(thread, items, threads):
@@ -152,18 +138,17 @@ def _attend_items(
         lses = _attend_tile(sums, queries, shifted(sums, size), keys, values, head, blocks, own_seen, span, after)
         for token in range(tokens):
             if tile[4] < 0:
-                to, to_lse = pointer(out, ((first + token) * kv_heads + head) * own), lse[first + token, head]
+                place, made, made_lse = first + token, pointer(out, 0), lse
             else:
-                place = tile[4] + token
-                to, to_lse = pointer(parts[0], (place * kv_heads + head) * own), parts[1][place, head]
-            _copy(shifted(sums, token * own), to, own)
-            to_lse[:] = lses[token * group : (token + 1) * group]
+                place, made, made_lse = tile[4] + token, pointer(part_out, 0), part_lse
+            _copy(shifted(sums, token * own), shifted(made, (place * kv_heads + head) * own), own)
+            made_lse[place, head] = lses[token * group : (token + 1) * group]
 
 
 @_compile
-def _merge(split: np.ndarray, parts: tuple[np.ndarray, np.ndarray], out: np.ndarray, lse: np.ndarray) -> None:
+def _merge(plan: Any, arguments: Any) -> None:
     """The spans' results -> those of whole tiles, weighted by their lse as `sharding.merge` does."""
-    part_out, part_lse = parts
+    (_, _, split, part_out, part_lse), (out, lse) = plan, arguments[:2]
     for index in range(split.shape[0]):
         first, end, place, spans = split[index, 0], split[index, 1], split[index, 2], split[index, 3]
         for token in range(first, end):

@@ -9,7 +9,7 @@ nothing to hand over; no index is checked. Knows nothing about attention.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -65,7 +65,7 @@ def shifted(typing: Any, pointer: Any, count: Any) -> Any:
     """So many numbers further."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        return builder.gep(*_one_index(values))
+        return _at(builder, *values[:2])
 
     return pointer(pointer, types.intp), generate
 
@@ -75,7 +75,7 @@ def load(typing: Any, pointer: Any, index: Any) -> Any:
     """pointer[index : index + LANES] as float32. uint16 holds bfloat16, the upper half of a float32."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        at = builder.gep(*_one_index(values))
+        at = _at(builder, *values[:2])
         if signature.args[0].dtype == types.float32:
             return builder.load(builder.bitcast(at, _FLOATS.as_pointer()), align=4)
         halves = ir.VectorType(ir.IntType(16), LANES)
@@ -90,7 +90,7 @@ def store(typing: Any, pointer: Any, index: Any, vector: Any) -> Any:
     """pointer[index : index + LANES] = vector, of float32."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        at = builder.gep(*_one_index(values))
+        at = _at(builder, *values[:2])
         builder.store(values[2], builder.bitcast(at, _FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
@@ -106,7 +106,7 @@ def prefetch(typing: Any, pointer: Any, index: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
         function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
         read, near, data = (ir.Constant(word, number) for number in (0, 1, 1))
-        builder.call(function, [builder.bitcast(builder.gep(*_one_index(values)), byte), read, near, data])
+        builder.call(function, [builder.bitcast(_at(builder, *values[:2]), byte), read, near, data])
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp), generate
@@ -228,14 +228,10 @@ def add_products(typing: Any, block: Any, factors: Any, index: Any, stride: Any,
     """block[row] + factors[index + row * stride] * (left, right), each rounded once where the CPU can."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        block, factors, index, stride, *vectors = values
-        for row in range(signature.args[0].rows):
-            factor = _spread(builder, builder.load(builder.gep(factors, [index])))
-            for part, vector in enumerate(vectors, 2 * row):
-                total = _fused(builder, factor, vector, builder.extract_value(block, part))
-                block = builder.insert_value(block, total, part)
-            index = builder.add(index, stride)
-        return block
+        def factor(at: Any) -> Any:
+            return _spread(builder, builder.load(at))
+
+        return _with_products(builder, signature.args[0].rows, factor, *values)
 
     return block(block, factors, types.intp, types.intp, left, right), generate
 
@@ -245,14 +241,10 @@ def add_lanes(typing: Any, block: Any, rows: Any, index: Any, stride: Any, left:
     """block[row] + (left, right) * what lies at rows[index + row * stride], lane by lane, each rounded once."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        block, rows, index, stride, *vectors = values
-        for row in range(signature.args[0].rows):
-            own = builder.load(builder.bitcast(builder.gep(rows, [index]), _FLOATS.as_pointer()), align=4)
-            for part, vector in enumerate(vectors, 2 * row):
-                total = _fused(builder, own, vector, builder.extract_value(block, part))
-                block = builder.insert_value(block, total, part)
-            index = builder.add(index, stride)
-        return block
+        def factor(at: Any) -> Any:
+            return builder.load(builder.bitcast(at, _FLOATS.as_pointer()), align=4)
+
+        return _with_products(builder, signature.args[0].rows, factor, *values)
 
     return block(block, rows, types.intp, types.intp, left, right), generate
 
@@ -262,18 +254,17 @@ def store_sums(typing: Any, pointer: Any, stride: Any, between: Any, block: Any)
     """The sum of each vector's lanes: of a row's second one `between` after that of its first."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        at, stride, between, block = values
-        for row in range(signature.args[3].rows):
-            for part, place in enumerate((at, builder.gep(at, [between])), 2 * row):
+        first, stride, between, block = values
+        for row, at in enumerate(_rows(builder, first, stride, signature.args[3].rows)):
+            for part, place in enumerate((at, _at(builder, at, between)), 2 * row):
                 builder.store(_reduced(builder, builder.extract_value(block, part), builder.fadd), place)
-            at = builder.gep(at, [stride])
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp, types.intp, block), generate
 
 
-def _one_index(values: Any) -> tuple[Any, list[Any]]:
-    return values[0], [values[1]]
+def _at(builder: ir.IRBuilder, pointer: Any, index: Any) -> Any:
+    return builder.gep(pointer, [index])
 
 
 def _number(value: float) -> ir.Constant:
@@ -302,10 +293,33 @@ def _reduced(builder: ir.IRBuilder, lanes: Any, combine: Any) -> Any:
     return builder.extract_element(lanes, ir.Constant(word, 0))
 
 
-def _parts(builder: ir.IRBuilder, pointer: Any, stride: Any, block: _Block) -> Iterator[Any]:
+def _with_products(
+    builder: ir.IRBuilder,
+    rows: int,
+    factor: Callable[[Any], Any],
+    block: Any,
+    first: Any,
+    index: Any,
+    stride: Any,
+    *vectors: Any,
+) -> Any:
+    """block[row] + the vectors times the factor that lies there for this row."""
+    for row, at in enumerate(_rows(builder, _at(builder, first, index), stride, rows)):
+        own = factor(at)
+        for part, vector in enumerate(vectors, 2 * row):
+            block = builder.insert_value(block, _fused(builder, own, vector, builder.extract_value(block, part)), part)
+    return block
+
+
+def _parts(builder: ir.IRBuilder, first: Any, stride: Any, block: _Block) -> Iterator[Any]:
     """Where each vector of a block lies."""
-    for _ in range(block.rows):
+    for at in _rows(builder, first, stride, block.rows):
         for lane in (0, LANES):
-            at = builder.gep(pointer, [ir.Constant(stride.type, lane)])
-            yield builder.bitcast(at, _FLOATS.as_pointer())
-        pointer = builder.gep(pointer, [stride])
+            yield builder.bitcast(_at(builder, at, ir.Constant(stride.type, lane)), _FLOATS.as_pointer())
+
+
+def _rows(builder: ir.IRBuilder, first: Any, stride: Any, rows: int) -> Iterator[Any]:
+    """Where each row begins."""
+    for _ in range(rows):
+        yield first
+        first = _at(builder, first, stride)

@@ -17,6 +17,11 @@ def per_token(config: ModelConfig) -> int:
     return sum(_weights(layer.attention) + _feed_forward(layer.mlp, config) for layer in layers)
 
 
+def per_choice(config: ModelConfig) -> int:
+    """Of the head, to choose a next token."""
+    return config.hidden_size * config.vocab_size
+
+
 def per_position(config: ModelConfig) -> int:
     """Of a token's attention to one position, over all layers: a score and a share of the value for each head."""
     dims = 2 * config.head_dim if config.mla is None else config.mla.cached_dim + config.mla.latent_rank

@@ -1,4 +1,4 @@
-"""The CPU kernel against the XLA loop and whole attention: every rank, tiles of one and of eight tokens."""
+"""The CPU kernel against the XLA loop and whole attention: every rank, decodes and prompts, one span and several."""
 
 import subprocess
 import sys
