@@ -6,11 +6,10 @@ from typing import Any
 import jax
 from flax import struct
 
-from dcpjax.models import layers
 from dcpjax.models.attention import Runtime, Work, attend_on_device
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import LayerCache
-from dcpjax.models.layers import Rotary, rms_norm, rotate
+from dcpjax.models.layers import Rotary, add_bias, dot, dots, rms_norm, rotate
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.merge import gather_over_dcp
 from dcpjax.sharding.mesh import Layout
@@ -119,11 +118,11 @@ def run(
     5. keep the features of the own o_proj rows  [N, F / dcp]
     """
     place = runtime.place
-    dot = bind(layers.dot, lone_cpu=place.lone_cpu)
     with jax.named_scope("qkv"):
-        q = place.constrain(dot(x, weights.q, weights.q_bias), None, "query")
-        k = place.constrain(dot(x, weights.k, weights.k_bias), None, "kv_heads")
-        v = place.constrain(dot(x, weights.v, weights.v_bias), None, "kv_heads")
+        q, k, v = dots(x, weights.q, weights.k, weights.v, lone_cpu=place.lone_cpu)
+        q = place.constrain(add_bias(q, weights.q_bias), None, "query")
+        k = place.constrain(add_bias(k, weights.k_bias), None, "kv_heads")
+        v = place.constrain(add_bias(v, weights.v_bias), None, "kv_heads")
     kv_spec, replicated = place.spec(None, "kv_heads"), place.spec()
     cache_spec = LayerCache(
         keys=place.spec(None, "kv_context", "kv_heads", None, None),
@@ -137,7 +136,8 @@ def run(
         check_vma=False,
     )(q, k, v, cache, work, angles, (weights.q_norm, weights.k_norm))
     with jax.named_scope("out_projection"):
-        return place.constrain(dot(features, weights.o, weights.o_bias), None, None), cache
+        attended = dot(features, weights.o, weights.o_bias, lone_cpu=place.lone_cpu)
+        return place.constrain(attended, None, None), cache
 
 
 def _run_on_device(

@@ -18,10 +18,21 @@ from dcpjax.models.config import RopeConfig
 def dot(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, lone_cpu: bool = False) -> jax.Array:
     """x [N, I] float32, weight [O, I] -> [N, O] float32.
 
-    `lone_cpu`: the only device is a CPU, for which there is a kernel of few rows.
+    `lone_cpu`: the only device is a CPU, for which there are kernels.
     """
-    kernel = lone_cpu and numba_dot.suits(x, weight)
-    y = numba_dot.few_rows_dot(x.astype(jnp.float32), weight) if kernel else _xla_dot(x, weight)
+    (y,) = dots(x, weight, lone_cpu=lone_cpu)
+    return add_bias(y, bias)
+
+
+def dots(x: jax.Array, *weights: jax.Array, lone_cpu: bool = False) -> list[jax.Array]:
+    """`dot` with each of some weights, in one call where a kernel takes them together."""
+    if lone_cpu and numba_dot.suits(x, *weights):
+        return numba_dot.dots(x.astype(jnp.float32), *weights)
+    return [_xla_dot(x, weight) for weight in weights]
+
+
+def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """y [N, O], bias [O] or None -> [N, O]."""
     return y if bias is None else y + bias.astype(jnp.float32)[None, :]
 
 

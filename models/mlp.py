@@ -1,10 +1,12 @@
 """The dense feed-forward block: SwiGLU (Shazeer 2020), its width split over the whole mesh."""
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
+from dcpjax.models import numba_dot
 from dcpjax.models.config import ModelConfig
-from dcpjax.models.layers import dot
+from dcpjax.models.layers import dot, dots
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.mesh import Layout
 from dcpjax.sharding.rules import Placement
@@ -37,4 +39,7 @@ def run(weights: MLPWeights, x: jax.Array, place: Placement) -> jax.Array:
 
 def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, *, lone_cpu: bool = False) -> jax.Array:
     """x [N, M], gate and up [F, M] -> [N, F]."""
-    return jax.nn.silu(dot(x, gate, lone_cpu=lone_cpu)) * dot(x, up, lone_cpu=lone_cpu)
+    if lone_cpu and numba_dot.suits_matrix_units(x, gate, up):
+        return numba_dot.gated_dot(x.astype(jnp.float32), gate, up)
+    gated, risen = dots(x, gate, up, lone_cpu=lone_cpu)
+    return jax.nn.silu(gated) * risen

@@ -1,9 +1,11 @@
-"""`dot` of a few rows with a kernel for CPUs, which reads weights as fast as memory gives them.
+"""Matrix products with kernels for CPUs, which read weights as fast as memory gives them.
 
-XLA's CPU backend packs the weights anew in each call and gets a third of that. Needs Numba and one device that has
-the CPU to itself.
+XLA's CPU backend packs the weights anew in each call and gets a third of that. bfloat16 weights meet any number of
+rows on the CPU's matrix units if it has them (`numba_matrix`), else a few rows on its vector units, as float32 weights
+do (`numba_product`). Needs Numba and one device that has the CPU to itself.
 """
 
+from collections.abc import Callable
 from functools import cache as once
 
 import jax
@@ -13,26 +15,54 @@ import numpy as np
 from dcpjax.models import numba_here
 from dcpjax.models.numba_here import LANES
 
-# from there on XLA is faster, in bfloat16 by the CPU's matrix units
-MOST_ROWS = {jnp.dtype(jnp.bfloat16): 8, jnp.dtype(jnp.float32): 32}
+MOST_ROWS = {jnp.dtype(jnp.bfloat16): 8, jnp.dtype(jnp.float32): 32}  # on vector units: from there on XLA is faster
 
 
-def suits(x: jax.Array, weight: jax.Array) -> bool:
-    """Whether kernels can be called here and this one takes arrays like these."""
-    few = x.shape[0] <= MOST_ROWS.get(weight.dtype, 0)
+def suits(x: jax.Array, *weights: jax.Array) -> bool:
+    """Whether kernels can be called here and one takes arrays like these."""
+    return suits_matrix_units(x, *weights) or _suits_vector_units(x, *weights)
+
+
+def suits_matrix_units(x: jax.Array, *weights: jax.Array) -> bool:
+    """Whether `gated_dot` takes arrays like these."""
+    whole = x.shape[1] % (2 * LANES) == 0 and all(weight.shape[0] >= LANES for weight in weights)
+    return whole and all(weight.dtype == jnp.bfloat16 for weight in weights) and numba_here.matrix_units()
+
+
+def _suits_vector_units(x: jax.Array, *weights: jax.Array) -> bool:
+    few = all(x.shape[0] <= MOST_ROWS.get(weight.dtype, 0) for weight in weights)
     return few and x.shape[1] % LANES == 0 and numba_here.available()
 
 
-def few_rows_dot(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [N, I] float32, weight [O, I] -> [N, O] float32; x is rounded to the dtype of the weight, as in `dot`."""
+def dots(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+    """x [N, I] float32, each weight [O, I] -> [N, O] float32; x is rounded to the dtype of the weight, as in `dot`."""
+    if suits_matrix_units(x, *weights):
+        return _matrix_units(x, *weights, gated=False)
+    return [_few_rows_dot(x, weight) for weight in weights]
+
+
+def gated_dot(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """x [N, I] float32, gate and up [O, I] bfloat16 -> silu(x gate) * (x up) [N, O] float32."""
+    return _matrix_units(x, gate, up, gated=True)[0]
+
+
+def _matrix_units(x: jax.Array, *weights: jax.Array, gated: bool) -> list[jax.Array]:
+    name, threads, workspace = _matrix_target(gated)
+    columns = [weight.shape[0] for weight in weights[: 1 if gated else None]]
+    shapes = [*((x.shape[0], count) for count in columns), (workspace(*x.shape, threads),)]
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return list(jax.ffi.ffi_call(name, results)(x, *weights)[:-1])
+
+
+def _few_rows_dot(x: jax.Array, weight: jax.Array) -> jax.Array:
     if weight.dtype == jnp.bfloat16:
         x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)  # two conversions would be optimised away
     result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(_target(weight.dtype == jnp.bfloat16), result)(x, weight)
+    return jax.ffi.ffi_call(_vector_target(weight.dtype == jnp.bfloat16), result)(x, weight)
 
 
 @once
-def _target(bfloat16: bool) -> str:
+def _vector_target(bfloat16: bool) -> str:
     """Name of the custom call for weights of this dtype, compiled and registered at its first use."""
     from dcpjax.models import numba_call, numba_product  # take a second
 
@@ -40,3 +70,16 @@ def _target(bfloat16: bool) -> str:
     stored = np.dtype(np.uint16 if bfloat16 else np.float32)
     numba_call.register(name, numba_product.kernel(stored, numba_call.threads_are_safe()))
     return name
+
+
+@once
+def _matrix_target(gated: bool) -> tuple[str, int, Callable[[int, int, int], int]]:
+    """The same for the matrix units: also the threads that it uses and the size of the workspace they need."""
+    import numba
+
+    from dcpjax.models import numba_call, numba_matrix
+
+    name = "dcpjax_product_gated" if gated else "dcpjax_products"
+    threads = numba.get_num_threads() if numba_call.threads_are_safe() else 1
+    numba_call.register(name, numba_matrix.kernel(threads, gated))
+    return name, threads, numba_matrix.workspace_size

@@ -1,6 +1,12 @@
-"""Whether kernels compiled by Numba can be called here: it is installed, and XLA's call frames are those we know."""
+"""Whether kernels compiled by Numba can be called here: it is installed, and XLA's call frames are those we know.
 
+And whether the CPU has matrix units that they may use.
+"""
+
+import ctypes
+import platform
 import re
+import sys
 from functools import cache as once
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,11 +16,22 @@ import jax
 LANES = 16  # float32 numbers that the kernels take at once
 COLUMNS = 2 * LANES  # of sums that attention keeps in registers: a block's slots and a head's dimensions are multiples
 INTERFACE = (0, 3)  # of XLA's foreign functions, whose frames `numba_call` reads
+ASK, TILES = (158, 0x1023), 18  # Linux on x86-64: arch_prctl(ARCH_REQ_XCOMP_PERM), and what a process asks for
 
 
 @once
 def available() -> bool:
     return find_spec("numba") is not None and interface(_header()) == INTERFACE
+
+
+@once
+def matrix_units() -> bool:
+    """Whether the CPU multiplies tiles of bfloat16 (Intel's AMX) and the system, which wants to be asked, lets it."""
+    if not available() or (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return False
+    from llvmlite.binding import get_host_cpu_features  # part of Numba
+
+    return get_host_cpu_features().get("amx-bf16", False) and ctypes.CDLL(None).syscall(*ASK, TILES) == 0
 
 
 def interface(header: str) -> tuple[int, int]:

@@ -152,21 +152,23 @@ def exponential(typing: Any, vector: Any, shift: Any) -> Any:
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        x = builder.fsub(values[0], _spread(builder, values[1]))
-        bounded = _larger(builder, _number(-87.0), x)  # NaN stays what it is
-        # a sum as large as this has no room for fractions: n and the exponent's bias are its lowest bits
-        large = _number(1.5 * 2.0**23 + 127)
-        sum_ = _fused(builder, bounded, _number(math.log2(math.e)), large)
-        n = builder.fsub(sum_, large)
-        r = _fused(builder, n, _number(2.12194440e-4), _fused(builder, n, _number(-0.693359375), bounded))
-        series = _number(1 / math.factorial(7))
-        for power in (6, 5, 4, 3, 2, 1, 0):
-            series = _fused(builder, series, r, _number(1 / math.factorial(power)))
-        power_of_two = builder.shl(builder.bitcast(sum_, _WORDS), ir.Constant(_WORDS, [23] * LANES))
-        value = builder.fmul(series, builder.bitcast(power_of_two, _FLOATS))
-        return builder.select(builder.fcmp_ordered("<", x, _number(-87.0)), _number(0.0), value)
+        return _exponential(builder, builder.fsub(values[0], _spread(builder, values[1])))
 
     return _vector(vector, types.float32), generate
+
+
+@intrinsic
+def silu(typing: Any, vector: Any) -> Any:
+    """x / (1 + exp(-x)), lane by lane, with the exponential of what is not positive."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        (x,) = values
+        negative = builder.or_(builder.bitcast(x, _WORDS), ir.Constant(_WORDS, [0x80000000] * LANES))
+        shrunk = _exponential(builder, builder.bitcast(negative, _FLOATS))
+        numerator = builder.select(builder.fcmp_ordered("<", x, _number(0.0)), builder.fmul(x, shrunk), x)
+        return builder.fdiv(numerator, builder.fadd(_number(1.0), shrunk))
+
+    return _vector(vector), generate
 
 
 @intrinsic
@@ -278,6 +280,22 @@ def _spread(builder: ir.IRBuilder, number: Any) -> Any:
 
 def _fused(builder: ir.IRBuilder, left: Any, right: Any, addend: Any) -> Any:
     return builder.fadd(builder.fmul(left, right, flags=["contract"]), addend, flags=["contract"])
+
+
+def _exponential(builder: ir.IRBuilder, x: Any) -> Any:
+    """exp(x) where that is <= 0, as `exponential` says."""
+    bounded = _larger(builder, _number(-87.0), x)  # NaN stays what it is
+    # a sum as large as this has no room for fractions: n and the exponent's bias are its lowest bits
+    large = _number(1.5 * 2.0**23 + 127)
+    sum_ = _fused(builder, bounded, _number(math.log2(math.e)), large)
+    n = builder.fsub(sum_, large)
+    r = _fused(builder, n, _number(2.12194440e-4), _fused(builder, n, _number(-0.693359375), bounded))
+    series = _number(1 / math.factorial(7))
+    for power in (6, 5, 4, 3, 2, 1, 0):
+        series = _fused(builder, series, r, _number(1 / math.factorial(power)))
+    power_of_two = builder.shl(builder.bitcast(sum_, _WORDS), ir.Constant(_WORDS, [23] * LANES))
+    value = builder.fmul(series, builder.bitcast(power_of_two, _FLOATS))
+    return builder.select(builder.fcmp_ordered("<", x, _number(-87.0)), _number(0.0), value)
 
 
 def _larger(builder: ir.IRBuilder, left: Any, right: Any) -> Any:

@@ -1,0 +1,174 @@
+"""A CPU's matrix units as functions of Numba: Intel's AMX, products of bfloat16 tiles summed in float32.
+
+A tile is 16 rows of 64 bytes and lies in one of eight registers, which are named by literal numbers. `multiply_tiles`
+wants one factor as it is stored, rows of 32 numbers, and the other one with pairs of its numbers side by side:
+16 rows of 16 pairs, pair p of row r at [p, r]. `pack_pairs` makes that of float32 rows.
+
+Addresses and strides count float32 numbers or pairs, strides of tiles bytes. Tiles that begin at multiples of 64 bytes
+are read three times as fast. Knows nothing about what is multiplied.
+"""
+
+# Numba calls these functions otherwise than they are defined
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from dcpjax.models.numba_here import LANES
+
+TILE = 16  # rows of a tile; of a result also the columns
+TERMS = 32  # bfloat16 numbers in a row of a factor
+SIZE = TILE * LANES  # float32 numbers or pairs in a tile
+
+_BYTE, _WORD, _LONG, _VOID = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.VoidType()
+_ANY = _BYTE.as_pointer()
+_WORDS = ir.VectorType(_WORD, LANES)
+
+
+@intrinsic
+def configure_tiles(typing: Any) -> Any:
+    """All eight registers hold whole tiles from now on, on this thread, until `release_tiles`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        # palette 1; from byte 16 the bytes of a row, from 48 the rows
+        halves = [number for byte in range(16, 32, 2) for number in (4 * LANES, 0)]
+        content = bytearray([1, *[0] * 15, *halves, *[0] * 16, *[TILE] * 8, *[0] * 8])
+        place = builder.alloca(ir.ArrayType(_BYTE, len(content)))
+        builder.store(ir.Constant(ir.ArrayType(_BYTE, len(content)), content), place)
+        return _call(context, builder, "ldtilecfg", builder.bitcast(place, _ANY))
+
+    return types.void(), generate
+
+
+@intrinsic
+def release_tiles(typing: Any) -> Any:
+    """The registers hold nothing; the system need not save them any more."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        return _call(context, builder, "tilerelease")
+
+    return types.void(), generate
+
+
+@intrinsic(prefer_literal=True)
+def clear_tile(typing: Any, tile: Any) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        return _call(context, builder, "tilezero", _register(tile))
+
+    return types.void(tile), generate
+
+
+@intrinsic(prefer_literal=True)
+def load_tile(typing: Any, tile: Any, pointer: Any, stride: Any) -> Any:
+    """Each row begins `stride` bytes after the one before."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        return _call(context, builder, "tileloadd64", _register(tile), builder.bitcast(values[1], _ANY), values[2])
+
+    return types.void(tile, pointer, types.intp), generate
+
+
+@intrinsic(prefer_literal=True)
+def store_tile(typing: Any, tile: Any, pointer: Any, stride: Any) -> Any:
+    """The inverse of `load_tile`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        return _call(context, builder, "tilestored64", _register(tile), builder.bitcast(values[1], _ANY), values[2])
+
+    return types.void(tile, pointer, types.intp), generate
+
+
+@intrinsic(prefer_literal=True)
+def multiply_tiles(typing: Any, sums: Any, rows: Any, pairs: Any) -> Any:
+    """sums [i, j] += the products of row i of `rows` and row j of those packed in `pairs`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        return _call(context, builder, "tdpbf16ps", *map(_register, (sums, rows, pairs)))
+
+    return types.void(sums, rows, pairs), generate
+
+
+@intrinsic
+def pack_pairs(typing: Any, source: Any, stride: Any, count: Any, to: Any) -> Any:
+    """float32 rows of TERMS numbers -> the other factor of `multiply_tiles`, rounded to bfloat16, at `to`.
+
+    `count` rows are there, each `stride` after the one before; from there on the last one stands in.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        source, stride, count, to = values
+        last = builder.sub(count, ir.Constant(count.type, 1))
+        rows = []
+        for row in range(TILE):
+            number = ir.Constant(count.type, row)
+            present = builder.select(builder.icmp_signed("<", number, last), number, last)
+            rows.append(_rounded(builder, builder.gep(source, [builder.mul(present, stride)])))
+        _store_rows(builder, _transposed(builder, rows), to, ir.Constant(stride.type, LANES))
+        return context.get_dummy_value()
+
+    return types.void(source, types.intp, types.intp, to), generate
+
+
+@intrinsic
+def transpose(typing: Any, source: Any, to: Any) -> Any:
+    """A tile of float32 numbers, row by row at `source`, column by column at `to`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        at, step = builder.bitcast(values[0], _WORDS.as_pointer()), values[1].type
+        rows = [builder.load(builder.gep(at, [ir.Constant(_LONG, row)]), align=4) for row in range(TILE)]
+        to = builder.bitcast(values[1], step)
+        _store_rows(builder, _transposed(builder, rows), to, ir.Constant(_LONG, LANES))
+        return context.get_dummy_value()
+
+    return types.void(source, to), generate
+
+
+def _call(context: Any, builder: ir.IRBuilder, name: str, *arguments: Any) -> Any:
+    kind = ir.FunctionType(_VOID, [argument.type for argument in arguments])
+    builder.call(builder.module.declare_intrinsic(f"llvm.x86.{name}", (), kind), arguments)
+    return context.get_dummy_value()
+
+
+def _register(tile: Any) -> ir.Constant:
+    return ir.Constant(_BYTE, tile.literal_value)
+
+
+def _rounded(builder: ir.IRBuilder, at: Any) -> Any:
+    """TERMS float32 numbers -> pairs of bfloat16, to the nearest, of two as near to the even one; NaN stays NaN."""
+    words, floats = ir.VectorType(_WORD, TERMS), ir.VectorType(ir.FloatType(), TERMS)
+
+    def same(number: int) -> ir.Constant:
+        return ir.Constant(words, [number] * TERMS)
+
+    numbers = builder.load(builder.bitcast(at, floats.as_pointer()), align=4)
+    bits = builder.bitcast(numbers, words)
+    odd = builder.and_(builder.lshr(bits, same(16)), same(1))
+    nearest = builder.add(builder.add(bits, odd), same(0x7FFF))
+    quiet = builder.or_(bits, same(0x400000))
+    chosen = builder.select(builder.fcmp_unordered("uno", numbers, numbers), quiet, nearest)
+    halves = builder.trunc(builder.lshr(chosen, same(16)), ir.VectorType(ir.IntType(16), TERMS))
+    return builder.bitcast(halves, _WORDS)
+
+
+def _transposed(builder: ir.IRBuilder, rows: Sequence[Any]) -> list[Any]:
+    """Squares of 8, 4, 2 and 1 on either side of the diagonal change places."""
+    rows = list(rows)
+    for size in (8, 4, 2, 1):
+        upper = ir.Constant(_WORDS, [i if not i & size else LANES + i - size for i in range(LANES)])
+        lower = ir.Constant(_WORDS, [i + size if not i & size else LANES + i for i in range(LANES)])
+        for i in range(TILE):
+            if not i & size:
+                pair = rows[i], rows[i + size]
+                rows[i] = builder.shuffle_vector(*pair, upper)
+                rows[i + size] = builder.shuffle_vector(*pair, lower)
+    return rows
+
+
+def _store_rows(builder: ir.IRBuilder, rows: Sequence[Any], to: Any, stride: Any) -> None:
+    for row in rows:
+        builder.store(row, builder.bitcast(to, _WORDS.as_pointer()), align=4)
+        to = builder.gep(to, [stride])
