@@ -63,5 +63,6 @@ def _kernel(stored: np.dtype, parallel: bool) -> tuple[str, int, Callable[[int, 
 
     parallel = parallel and numba_call.threads_are_safe()
     name = f"dcpjax_attention_{stored}_{'parallel' if parallel else 'in_turn'}"
-    numba_call.register(name, numba_kernel.kernel(stored, parallel))
+    units = stored == np.uint16 and numba_here.matrix_units()
+    numba_call.register(name, numba_kernel.kernel(stored, parallel, units))
     return name, numba.get_num_threads() if parallel else 1, numba_kernel.workspace_size

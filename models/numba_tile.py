@@ -23,10 +23,12 @@ from dcpjax.models.numba_here import LANES
 TILE = 16  # rows of a tile; of a result also the columns
 TERMS = 32  # bfloat16 numbers in a row of a factor
 SIZE = TILE * LANES  # float32 numbers or pairs in a tile
+PARTS = 3  # bfloat16 numbers whose sum is one float32
 
 _BYTE, _WORD, _LONG, _VOID = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.VoidType()
 _ANY = _BYTE.as_pointer()
-_WORDS = ir.VectorType(_WORD, LANES)
+_WORDS, _HALVES = ir.VectorType(_WORD, LANES), ir.VectorType(ir.IntType(16), TILE)
+_MANY, _MANY_WORDS = ir.VectorType(ir.FloatType(), TERMS), ir.VectorType(_WORD, TERMS)
 
 
 @intrinsic
@@ -114,6 +116,53 @@ def pack_pairs(typing: Any, source: Any, stride: Any, count: Any, to: Any) -> An
 
 
 @intrinsic
+def split_rows(typing: Any, source: Any, stride: Any, to: Any, distance: Any) -> Any:
+    """TILE float32 rows of TERMS numbers -> PARTS tiles, each `distance` after the one before, whose sum they are.
+
+    A part has the upper 8 of the bits that are left of 24, so the last one is exact.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        source, stride, to, distance = values
+        upper = ir.Constant(_MANY_WORDS, [0xFFFF0000] * TERMS)
+        for row in range(TILE):
+            left = builder.load(builder.bitcast(source, _MANY.as_pointer()), align=4)
+            at = builder.gep(to, [ir.Constant(_LONG, row * LANES)])
+            for _ in range(PARTS):
+                part = builder.bitcast(builder.and_(builder.bitcast(left, _MANY_WORDS), upper), _MANY)
+                builder.store(_halves(builder, part), builder.bitcast(at, _WORDS.as_pointer()), align=4)
+                left, at = builder.fsub(left, part), builder.gep(at, [distance])
+            source = builder.gep(source, [stride])
+        return context.get_dummy_value()
+
+    return types.void(source, types.intp, to, types.intp), generate
+
+
+@intrinsic
+def pair_up(typing: Any, first: Any, stride: Any, count: Any, to: Any) -> Any:
+    """Two rows of TILE bfloat16 numbers, `stride` apart, as pairs; of `count` rows, what is missing is 0.
+
+    Returns 0 if all are finite.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        first, stride, count, to = values
+        none = ir.Constant(_HALVES, None)
+        rows = []
+        for row, at in enumerate((first, builder.gep(first, [stride]))):
+            stored = builder.load(builder.bitcast(at, _HALVES.as_pointer()), align=2)
+            rows.append(builder.select(builder.icmp_signed(">", count, ir.Constant(count.type, row)), stored, none))
+        order = [index for column in range(TILE) for index in (column, TILE + column)]
+        pairs = builder.shuffle_vector(*rows, ir.Constant(_MANY_WORDS, order))
+        builder.store(builder.bitcast(pairs, _WORDS), builder.bitcast(to, _WORDS.as_pointer()), align=4)
+        exponent = ir.Constant(pairs.type, [0x7F80] * TERMS)
+        odd = builder.icmp_unsigned("==", builder.and_(pairs, exponent), exponent)
+        return builder.zext(builder.bitcast(odd, ir.IntType(TERMS)), _LONG)
+
+    return types.int64(first, types.intp, types.intp, to), generate
+
+
+@intrinsic
 def transpose(typing: Any, source: Any, to: Any) -> Any:
     """A tile of float32 numbers, row by row at `source`, column by column at `to`."""
 
@@ -139,19 +188,23 @@ def _register(tile: Any) -> ir.Constant:
 
 def _rounded(builder: ir.IRBuilder, at: Any) -> Any:
     """TERMS float32 numbers -> pairs of bfloat16, to the nearest, of two as near to the even one; NaN stays NaN."""
-    words, floats = ir.VectorType(_WORD, TERMS), ir.VectorType(ir.FloatType(), TERMS)
 
     def same(number: int) -> ir.Constant:
-        return ir.Constant(words, [number] * TERMS)
+        return ir.Constant(_MANY_WORDS, [number] * TERMS)
 
-    numbers = builder.load(builder.bitcast(at, floats.as_pointer()), align=4)
-    bits = builder.bitcast(numbers, words)
+    numbers = builder.load(builder.bitcast(at, _MANY.as_pointer()), align=4)
+    bits = builder.bitcast(numbers, _MANY_WORDS)
     odd = builder.and_(builder.lshr(bits, same(16)), same(1))
     nearest = builder.add(builder.add(bits, odd), same(0x7FFF))
     quiet = builder.or_(bits, same(0x400000))
-    chosen = builder.select(builder.fcmp_unordered("uno", numbers, numbers), quiet, nearest)
-    halves = builder.trunc(builder.lshr(chosen, same(16)), ir.VectorType(ir.IntType(16), TERMS))
-    return builder.bitcast(halves, _WORDS)
+    return _halves(builder, builder.select(builder.fcmp_unordered("uno", numbers, numbers), quiet, nearest))
+
+
+def _halves(builder: ir.IRBuilder, numbers: Any) -> Any:
+    """The upper halves of TERMS words, side by side."""
+    shift = ir.Constant(_MANY_WORDS, [16] * TERMS)
+    upper = builder.lshr(builder.bitcast(numbers, _MANY_WORDS), shift)
+    return builder.bitcast(builder.trunc(upper, ir.VectorType(ir.IntType(16), TERMS)), _WORDS)
 
 
 def _transposed(builder: ir.IRBuilder, rows: Sequence[Any]) -> list[Any]:

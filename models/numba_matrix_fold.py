@@ -1,0 +1,135 @@
+"""A chunk of a bfloat16 cache folded into the running softmax of many queries, on a CPU's matrix units.
+
+The units multiply bfloat16 alone. Queries and shares are float32: each is split into the three bfloat16 numbers whose
+sum it is, so that nothing is rounded but sums, in float32. Slots that are hidden from a query have a share of 0;
+a chunk that holds values which 0 does not silence, infinity or NaN, is refused.
+
+    parts       of TILE rows by TERMS: three tiles, `distance` apart
+    pairs       rows of the cache two by two, as `multiply_tiles` wants them: tiles of TERMS rows by TILE columns, those
+                of the same columns one after another
+
+Works on numbers behind pointers; knows nothing about blocks, requests or JAX.
+"""
+
+# Numba calls these functions otherwise than they are defined
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from dcpjax.models.numba_here import COLUMNS, LANES
+from dcpjax.models.numba_softmax import clear, round_up, scale, soften
+from dcpjax.models.numba_tile import (
+    PARTS,
+    SIZE,
+    TERMS,
+    TILE,
+    clear_tile,
+    load_tile,
+    multiply_tiles,
+    pair_up,
+    split_rows,
+    store_tile,
+)
+from dcpjax.models.numba_vector import shifted
+
+ROW = 4 * LANES  # bytes in a row of a tile
+
+_compile = njit(error_model="numpy", nogil=True, cache=True)
+
+
+@_compile
+def pair_rows(stored: Any, stride: int, rows: int, columns: int, to: Any) -> bool:
+    """Rows of a bfloat16 cache as pairs; rows from `rows` to the next multiple of TERMS count as 0. Whether all are
+    finite."""
+    at, odd = to, 0
+    for column in range(0, columns, TILE):
+        for row in range(0, round_up(rows, TERMS), 2):
+            first = shifted(stored, row * stride + column)
+            odd |= pair_up(first, stride, rows - row, at)
+            at = shifted(at, LANES)
+    return odd == 0
+
+
+@_compile
+def split_queries(q: Any, queries: int, width: int, to: Any) -> None:
+    """q [Q, D] as parts: for each TILE queries those of the first TERMS dimensions, of the next ...; all first parts
+    before all second ones."""
+    distance = width // TERMS * SIZE
+    for query in range(0, queries, TILE):
+        for dim in range(0, width, TERMS):
+            rows = shifted(q, query * width + dim)
+            split_rows(rows, width, shifted(to, (query // TILE * PARTS * width + dim) // TERMS * SIZE), distance)
+
+
+@_compile
+def fold_pairs(
+    tile: Any, top: np.ndarray, total: np.ndarray, seen: np.ndarray, count: int, keys: Any, values: Any
+) -> None:
+    """Fold `count` slots into the running softmax of all queries, TILE at a time.
+
+    `tile`: sums [Q, D], the queries' parts, D, room for scores [TILE, size] and for the parts of shares, `size`.
+    """
+    out, queries, width, scores, shares, size = tile
+    steps = width // TERMS
+    for query in range(0, seen.shape[0], TILE):
+        end = min(query + TILE, seen.shape[0])
+        columns = round_up(min(max(seen[end - 1], 0), count), COLUMNS)  # later tokens see no less
+        if columns == 0:
+            continue
+        own = shifted(queries, query // TILE * PARTS * steps * SIZE)
+        for slot in range(0, columns, COLUMNS):
+            pairs = shifted(keys, slot // TILE * steps * SIZE)
+            _multiply(own, steps, steps, pairs, steps, shifted(scores, slot), size, False)
+        for row in range(query, end):
+            limit, of_row = min(max(seen[row], 0), count), shifted(scores, (row - query) * size)
+            hidden = round_up(limit, COLUMNS)
+            if limit > 0:
+                top[row], keep, gained = soften(of_row, limit, top[row])
+                total[row] = total[row] * keep + gained
+                if keep != 1.0:
+                    scale(shifted(out, row * width), width, keep)
+            clear(shifted(of_row, hidden), columns - hidden)
+        for row in range(end - query, TILE):
+            clear(shifted(scores, row * size), columns)
+        terms = columns // TERMS
+        for slot in range(0, columns, TERMS):
+            split_rows(shifted(scores, slot), size, shifted(shares, slot // TERMS * SIZE), terms * SIZE)
+        rows = round_up(count, TERMS) // TERMS
+        for column in range(0, width, COLUMNS):
+            pairs = shifted(values, column // TILE * rows * SIZE)
+            _multiply(shares, terms, terms, pairs, rows, shifted(out, query * width + column), width, True)
+
+
+@_compile
+def _multiply(
+    parts: Any, steps: int, distance: int, pairs: Any, beside: int, to: Any, stride: int, add: bool
+) -> None:
+    """TILE rows by COLUMNS of sums, `stride` apart: parts of `steps` tiles by as many of pairs.
+
+    In tiles: second and third parts are `distance` after the first ones, pairs of the other columns `beside`.
+    """
+    other = shifted(to, LANES)
+    if add:
+        load_tile(0, to, 4 * stride)
+        load_tile(1, other, 4 * stride)
+    else:
+        clear_tile(0)
+        clear_tile(1)
+    for step in range(steps):
+        left = shifted(parts, step * SIZE)
+        load_tile(2, shifted(pairs, step * SIZE), ROW)
+        load_tile(3, shifted(pairs, (beside + step) * SIZE), ROW)
+        load_tile(4, left, ROW)
+        multiply_tiles(0, 4, 2)
+        multiply_tiles(1, 4, 3)
+        load_tile(5, shifted(left, distance * SIZE), ROW)
+        multiply_tiles(0, 5, 2)
+        multiply_tiles(1, 5, 3)
+        load_tile(6, shifted(left, 2 * distance * SIZE), ROW)
+        multiply_tiles(0, 6, 2)
+        multiply_tiles(1, 6, 3)
+    store_tile(0, to, 4 * stride)
+    store_tile(1, other, 4 * stride)
