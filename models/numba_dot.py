@@ -20,12 +20,12 @@ MOST_ROWS = {jnp.dtype(jnp.bfloat16): 8, jnp.dtype(jnp.float32): 32}  # on vecto
 
 def suits(x: jax.Array, *weights: jax.Array) -> bool:
     """Whether kernels can be called here and one takes arrays like these."""
-    return suits_matrix_units(x, *weights) or _suits_vector_units(x, *weights)
+    return suits_matrix_units(*weights) or _suits_vector_units(x, *weights)
 
 
-def suits_matrix_units(x: jax.Array, *weights: jax.Array) -> bool:
-    """Whether `gated_dot` takes arrays like these."""
-    whole = x.shape[1] % (2 * LANES) == 0 and all(weight.shape[0] >= LANES for weight in weights)
+def suits_matrix_units(*weights: jax.Array) -> bool:
+    """Whether `feed_forward`, or `dots` on matrix units, takes weights like these."""
+    whole = all(weight.shape[1] % (2 * LANES) == 0 and weight.shape[0] >= LANES for weight in weights)
     return whole and all(weight.dtype == jnp.bfloat16 for weight in weights) and numba_here.matrix_units()
 
 
@@ -36,20 +36,24 @@ def _suits_vector_units(x: jax.Array, *weights: jax.Array) -> bool:
 
 def dots(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
     """x [N, I] float32, each weight [O, I] -> [N, O] float32; x is rounded to the dtype of the weight, as in `dot`."""
-    if suits_matrix_units(x, *weights):
+    if suits_matrix_units(*weights):
         return _matrix_units(x, *weights, gated=False)
     return [_few_rows_dot(x, weight) for weight in weights]
 
 
-def gated_dot(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """x [N, I] float32, gate and up [O, I] bfloat16 -> silu(x gate) * (x up) [N, O] float32."""
-    return _matrix_units(x, gate, up, gated=True)[0]
+def feed_forward(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """(silu(x gate) * (x up)) down, in one call: x [N, I] float32, gate and up [F, I], down [O, F] -> [N, O] float32.
+
+    Rounded to bfloat16 before either product, as in `dot`.
+    """
+    return _matrix_units(x, gate, up, down, gated=True)[0]
 
 
 def _matrix_units(x: jax.Array, *weights: jax.Array, gated: bool) -> list[jax.Array]:
-    name, threads, workspace = _matrix_target(gated)
-    columns = [weight.shape[0] for weight in weights[: 1 if gated else None]]
-    shapes = [*((x.shape[0], count) for count in columns), (workspace(*x.shape, threads),)]
+    name, threads, workspace_size = _matrix_target(gated)
+    made, width = (weights[2:], weights[0].shape[0]) if gated else (weights, 0)
+    workspace = workspace_size(*x.shape, width, threads)
+    shapes = [*((x.shape[0], weight.shape[0]) for weight in made), (workspace,)]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return list(jax.ffi.ffi_call(name, results)(x, *weights)[:-1])
 
@@ -73,13 +77,13 @@ def _vector_target(bfloat16: bool) -> str:
 
 
 @once
-def _matrix_target(gated: bool) -> tuple[str, int, Callable[[int, int, int], int]]:
+def _matrix_target(gated: bool) -> tuple[str, int, Callable[[int, int, int, int], int]]:
     """The same for the matrix units: also the threads that it uses and the size of the workspace they need."""
     import numba
 
     from dcpjax.models import numba_call, numba_matrix
 
-    name = "dcpjax_product_gated" if gated else "dcpjax_products"
+    name = "dcpjax_feed_forward" if gated else "dcpjax_products"
     threads = numba.get_num_threads() if numba_call.threads_are_safe() else 1
     numba_call.register(name, numba_matrix.kernel(threads, gated))
     return name, threads, numba_matrix.workspace_size

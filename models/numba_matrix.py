@@ -3,7 +3,7 @@
 The rows are rounded to bfloat16 and packed as the units want one factor; the weights, which are larger, are the other
 and are read straight from where they lie. What is computed for a row does not depend on the others.
 
-    a tile of sums      16 columns of the result by 16 rows of x, transposed when it is stored
+    a tile of sums      16 columns of a result by 16 rows of x
     a block             two tiles of columns, neighbours or the same columns of gate and up, by the rows of a panel
 
 Works on plain arrays: knows nothing about JAX or models.
@@ -28,6 +28,7 @@ from dcpjax.models.numba_tile import (
     load_tile,
     multiply_tiles,
     pack_pairs,
+    paired,
     release_tiles,
     store_tile,
     transpose,
@@ -48,75 +49,97 @@ def multiply_in_turn(given: np.ndarray, made: np.ndarray, threads: int, gated: b
     """Each result [N, O] = x [N, I] float32 times its weight [O, I]; O at least TILE, I a multiple of TERMS.
 
     `given`: addresses of x and of the weights, bfloat16; `made`: those of the results, float32, and of a workspace
-    [`workspace_size`] float32. `gated`: the weights are gate and up, the only result is silu(x gate) * (x up).
+    [`workspace_size`] float32. `gated`: before the others gate and up [F, I] are given; what meets them [F, N], F a
+    multiple of TERMS, is silu(x gate) * (x up), rounded to bfloat16. All on one core.
     """
-    for tile in range(_tiles(_rows_at(given[0]).shape[0])):
-        _pack(tile, given, made)
+    _pack_share(0, 1, given, made)
+    if gated:
+        _gate_share(0, 1, given, made)
     _multiply_share(0, 1, given, made, gated)
 
 
 @njit(error_model="numpy", nogil=True, cache=True, parallel=True)
 def multiply_in_parallel(given: np.ndarray, made: np.ndarray, threads: int, gated: bool) -> None:
-    tiles = _tiles(_rows_at(given[0]).shape[0])
-    if tiles <= ALONE:
-        for tile in range(tiles):
-            _pack(tile, given, made)
+    if _tiles(_rows_at(given[0]).shape[0]) <= ALONE:
+        _pack_share(0, 1, given, made)
     else:
-        for tile in prange(tiles):
-            _pack(tile, given, made)
+        for thread in prange(threads):
+            _pack_share(thread, threads, given, made)
+    if gated:
+        for thread in prange(threads):
+            _gate_share(thread, threads, given, made)
     for thread in prange(threads):
         _multiply_share(thread, threads, given, made, gated)
 
 
 @_compile
-def _pack(tile: int, given: np.ndarray, made: np.ndarray) -> None:
-    """TILE rows of x as the other factor of `multiply_tiles`."""
+def _pack_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray) -> None:
+    """Rows of x as the other factor of `multiply_tiles`."""
     x, workspace = _rows_at(given[0]), _numbers_at(made[-1])
-    first, size = tile * TILE, x.shape[1]
-    rows, packed = pointer(x, first * size), pointer(workspace, first * size // 2)
-    for term in range(0, size, TERMS):
-        pack_pairs(shifted(rows, term), size, x.shape[0] - first, shifted(packed, term // TERMS * SIZE))
+    rows, size = x.shape
+    for tile in range(thread, _tiles(rows), threads):
+        source, packed = pointer(x, tile * TILE * size), pointer(workspace, tile * TILE * size // 2)
+        for term in range(0, size, TERMS):
+            pack_pairs(shifted(source, term), size, rows - tile * TILE, shifted(packed, term // TERMS * SIZE))
+
+
+@_compile
+def _gate_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray) -> None:
+    """One thread's columns of gate and up. What becomes of them is packed, after the rows of x."""
+    x, gate, up, workspace = _rows_at(given[0]), _weight_at(given[1]), _weight_at(given[2]), _numbers_at(made[-1])
+    (rows, size), width = x.shape, gate.shape[0]
+    packed, hidden, scratch = _regions(workspace, rows, size, width, thread)
+    blocks, panel = width // TILE, _panel(size)
+    configure_tiles()
+    for tile in range(0, _tiles(rows), panel):
+        tiles = tile, min(tile + panel, _tiles(rows))
+        for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
+            column = block * TILE
+            factors = pointer(gate, column * size), pointer(up, column * size), TILE * size
+            _multiply_block(factors, packed, size, tiles, scratch, (x, hidden, width), (column, column), True)
+    release_tiles()
 
 
 @_compile
 def _multiply_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray, gated: bool) -> None:
-    """One thread's blocks of all results: neighbours, as they lie in memory."""
-    workspace, (rows, size) = _numbers_at(made[-1]), _rows_at(given[0]).shape
-    width, blocks = TILE if gated else 2 * TILE, 0
-    for y in made[:-1]:
-        blocks += _blocks(_rows_at(y), width)
+    """One thread's columns of all results: neighbours, as they lie in memory."""
+    x, workspace, weights = _rows_at(given[0]), _numbers_at(made[-1]), given[3:] if gated else given[1:]
+    rows, width = x.shape[0], _weight_at(given[1]).shape[0] if gated else 0
+    packed, hidden, scratch = _regions(workspace, rows, x.shape[1], width, thread)
+    size, blocks = _weight_at(weights[0]).shape[1], 0
+    factor, panel = hidden if gated else packed, _panel(size)
+    for weight in weights:
+        blocks += _blocks(_weight_at(weight))
     first, end = blocks * thread // threads, blocks * (thread + 1) // threads
-    scratch = pointer(workspace, _tiles(rows) * TILE * size // 2 + thread * SCRATCH)
-    panel = max(PANEL_BYTES // (4 * TILE * size), 1) * 2
     configure_tiles()
     for tile in range(0, _tiles(rows), panel):
         passed, tiles = 0, (tile, min(tile + panel, _tiles(rows)))
-        for index, place in enumerate(made[:-1]):
-            y, weight, other = _rows_at(place), _weight_at(given[1 + index]), _weight_at(given[1 + index + gated])
-            count = _blocks(y, width)
+        for index, place in enumerate(weights):
+            weight, y = _weight_at(place), _rows_at(made[index])
+            count, last = _blocks(weight), weight.shape[0] - TILE
             for block in range(max(first - passed, 0), min(end - passed, count)):
-                at, last = block * width, y.shape[1] - TILE
-                columns = min(at, last), min(at if gated else at + TILE, last)
-                factors = pointer(weight, columns[0] * size), pointer(other, columns[1] * size), width * size
-                _multiply_block(y, factors, pointer(workspace, 0), size, tiles, columns, gated, scratch)
+                columns = min(2 * block * TILE, last), min((2 * block + 1) * TILE, last)
+                factors = pointer(weight, columns[0] * size), pointer(weight, columns[1] * size), 2 * TILE * size
+                _multiply_block(factors, factor, size, tiles, scratch, (y, hidden, width), columns, False)
             passed += count
     release_tiles()
 
 
 @_compile
 def _multiply_block(
-    y: np.ndarray,
     factors: Any,
     packed: Any,
     size: int,
     tiles: tuple[int, int],
+    scratch: Any,
+    to: Any,
     columns: tuple[int, int],
     gated: bool,
-    scratch: Any,
 ) -> None:
     """Two tiles of columns by tiles of rows, the first and the one after the last.
 
     `factors`: weights of either tile, and how much further those of the next block are. They are asked for meanwhile.
+    `to`: y; what is gated, which has so many columns.
     """
     left, right, step = factors
     pairs = (tiles[1] - tiles[0] + 1) // 2
@@ -127,20 +150,18 @@ def _multiply_block(
         rows = shifted(packed, tile * TILE * size // 2), shifted(packed, other * TILE * size // 2)
         _multiply_pair(left, right, rows, size, ahead, lines)
         ahead = shifted(ahead[0], lines * size), shifted(ahead[1], lines * size)
+        store_tile(0, scratch, ROW)
+        store_tile(1, shifted(scratch, SIZE), ROW)
+        store_tile(2, shifted(scratch, 2 * SIZE), ROW)
+        store_tile(3, shifted(scratch, 3 * SIZE), ROW)
         for half in range(1 + other - tile):
-            sums = shifted(scratch, half * 2 * SIZE)
-            if half == 0:
-                store_tile(0, sums, ROW)
-                store_tile(1, shifted(sums, SIZE), ROW)
-            else:
-                store_tile(2, sums, ROW)
-                store_tile(3, shifted(sums, SIZE), ROW)
-            row, turned = (tile + half) * TILE, shifted(scratch, 4 * SIZE)
+            sums, turned = shifted(scratch, half * 2 * SIZE), shifted(scratch, 4 * SIZE)
             if gated:
-                _gate(sums)
+                place = (tile + half) * TILE * to[2] // 2 + columns[0] // 2 * TILE
+                _gate(sums, shifted(to[1], place))
             else:
-                _put(shifted(sums, SIZE), turned, y, row, columns[1])
-            _put(sums, turned, y, row, columns[0])
+                _put(sums, turned, to[0], (tile + half) * TILE, columns[0])
+                _put(shifted(sums, SIZE), turned, to[0], (tile + half) * TILE, columns[1])
 
 
 @_compile
@@ -167,10 +188,16 @@ def _multiply_pair(left: Any, right: Any, rows: Any, size: int, ahead: Any, line
 
 
 @_compile
-def _gate(sums: Any) -> None:
-    """The first tile becomes its silu times the second."""
-    for i in range(0, SIZE, LANES):
-        store(sums, i, multiply(silu(load(sums, i)), load(sums, SIZE + i)))
+def _gate(sums: Any, packed: Any) -> None:
+    """A tile's silu times the next one, columns two by two, which is how they are packed."""
+    for column in range(0, SIZE, 2 * LANES):
+        first, second = _gated(sums, column), _gated(sums, column + LANES)
+        store(packed, column // 2, paired(first, second))
+
+
+@_compile
+def _gated(sums: Any, at: int) -> Any:
+    return multiply(silu(load(sums, at)), load(sums, SIZE + at))
 
 
 @_compile
@@ -184,8 +211,22 @@ def _put(sums: Any, turned: Any, y: np.ndarray, row: int, column: int) -> None:
 
 
 @_compile
-def _blocks(y: np.ndarray, width: int) -> int:
-    return -(-y.shape[1] // width)
+def _regions(workspace: np.ndarray, rows: int, size: int, width: int, thread: int) -> tuple[Any, Any, Any]:
+    """Packed rows of x, packed rows of what is gated, a thread's scratch."""
+    packed = pointer(workspace, 0)
+    hidden = shifted(packed, _tiles(rows) * TILE * size // 2)
+    return packed, hidden, shifted(hidden, _tiles(rows) * TILE * width // 2 + thread * SCRATCH)
+
+
+@_compile
+def _panel(size: int) -> int:
+    """Tiles of packed rows, an even number."""
+    return max(PANEL_BYTES // (4 * TILE * size), 1) * 2
+
+
+@_compile
+def _blocks(weight: np.ndarray) -> int:
+    return -(-weight.shape[0] // (2 * TILE))
 
 
 @_compile
@@ -193,13 +234,14 @@ def _tiles(rows: int) -> int:
     return -(-rows // TILE)
 
 
-def workspace_size(rows: int, size: int, threads: int) -> int:
-    """float32 numbers: packed rows, which take half as many, and each thread's scratch."""
-    return -(-rows // TILE) * TILE * size // 2 + threads * SCRATCH
+def workspace_size(rows: int, size: int, width: int, threads: int) -> int:
+    """float32 numbers: packed rows of x and of what is gated, `width` columns, which take half as many, and each
+    thread's scratch."""
+    return -(-rows // TILE) * TILE * (size + width) // 2 + threads * SCRATCH
 
 
 def kernel(threads: int, gated: bool) -> Any:
-    """A custom call (x [N, I] float32, weights [O, I] bfloat16 ...) -> results [N, O] float32 ... and a workspace."""
+    """A custom call (x [N, I] float32, weights bfloat16 ...) -> results [N, O] float32 ... and a workspace."""
     multiply = multiply_in_parallel if threads > 1 else multiply_in_turn
 
     @njit(inline="always")

@@ -108,11 +108,24 @@ def pack_pairs(typing: Any, source: Any, stride: Any, count: Any, to: Any) -> An
         for row in range(TILE):
             number = ir.Constant(count.type, row)
             present = builder.select(builder.icmp_signed("<", number, last), number, last)
-            rows.append(_rounded(builder, builder.gep(source, [builder.mul(present, stride)])))
+            at = builder.gep(source, [builder.mul(present, stride)])
+            rows.append(_rounded(builder, builder.load(builder.bitcast(at, _MANY.as_pointer()), align=4)))
         _store_rows(builder, _transposed(builder, rows), to, ir.Constant(stride.type, LANES))
         return context.get_dummy_value()
 
     return types.void(source, types.intp, types.intp, to), generate
+
+
+@intrinsic
+def paired(typing: Any, first: Any, second: Any) -> Any:
+    """Two vectors of float32, rounded to bfloat16, as pairs."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        order = ir.Constant(_MANY_WORDS, [index for lane in range(LANES) for index in (lane, LANES + lane)])
+        mixed = builder.shuffle_vector(*values, order)
+        return builder.bitcast(_rounded(builder, mixed), values[0].type)
+
+    return first(first, second), generate
 
 
 @intrinsic
@@ -186,13 +199,12 @@ def _register(tile: Any) -> ir.Constant:
     return ir.Constant(_BYTE, tile.literal_value)
 
 
-def _rounded(builder: ir.IRBuilder, at: Any) -> Any:
+def _rounded(builder: ir.IRBuilder, numbers: Any) -> Any:
     """TERMS float32 numbers -> pairs of bfloat16, to the nearest, of two as near to the even one; NaN stays NaN."""
 
     def same(number: int) -> ir.Constant:
         return ir.Constant(_MANY_WORDS, [number] * TERMS)
 
-    numbers = builder.load(builder.bitcast(at, _MANY.as_pointer()), align=4)
     bits = builder.bitcast(numbers, _MANY_WORDS)
     odd = builder.and_(builder.lshr(bits, same(16)), same(1))
     nearest = builder.add(builder.add(bits, odd), same(0x7FFF))
