@@ -12,7 +12,7 @@ Knows token positions, block tables and slots; knows nothing about requests or m
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial as bind
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -229,13 +229,20 @@ def paged_partial_gathered(q: jax.Array, cache: Cache, work: Work, geometry: Cac
 
 
 def write(
-    cache: AnyCache, new: tuple[jax.Array, ...], work: Work, geometry: CacheGeometry, rank: jax.Array
+    cache: AnyCache,
+    new: tuple[jax.Array, ...],
+    work: Work,
+    geometry: CacheGeometry,
+    rank: jax.Array,
+    store: Callable[..., Any] | None = None,
 ) -> AnyCache:
-    """Write what the step's tokens add to the slots this rank owns; other positions are dropped."""
+    """Write what the step's tokens add to the slots this rank owns; other positions are dropped. `store` writes as
+    the cache's own `write` does."""
     index, owner, slot = geometry.locate(work.positions)
     block = work.block_table[jnp.maximum(work.rows, 0), jnp.maximum(index, 0)]
     owned = (work.positions >= 0) & (owner == rank) & (block >= 0)
-    return cache.write(new, jnp.where(owned, block, cache.num_blocks), slot)  # past the end: dropped
+    block = jnp.where(owned, block, cache.num_blocks)  # past the end: dropped
+    return cache.write(new, block, slot) if store is None else store(cache, new, block, slot)
 
 
 def attend_on_device(
@@ -256,7 +263,7 @@ def attend_on_device(
     `body` attends as `paged_partial` does, which is what `choose_body` chooses if it is left out.
     """
     with jax.named_scope("cache_write"):
-        cache = write(cache, new, work, runtime.geometry, rank())
+        cache = write(cache, new, work, runtime.geometry, rank(), choose_store(cache, runtime))
     attend, join = bind(_attend, cache, runtime, value_dim, body), bind(_join, features, runtime)
     if runtime.dcp_overlap and runtime.place.dcp > 1 and _only_decodes(work):
         return _in_halves(attend, join, q, work), cache
@@ -346,3 +353,12 @@ def _cpu_body(cache: Cache, runtime: Runtime) -> Callable[..., Partial]:
     if suits(cache, runtime.geometry):
         return bind(paged_partial_numba, parallel=runtime.place.lone_cpu)
     return paged_partial
+
+
+def choose_store(cache: Cache, runtime: Runtime) -> Callable[..., Any] | None:
+    """A kernel on CPUs where `choose_body` has one, else what the cache does itself."""
+    if runtime.attention_body != "auto" or runtime.place.platform != "cpu":
+        return None
+    from dcpjax.models.numba_attention import suits, write_numba
+
+    return bind(write_numba, parallel=runtime.place.lone_cpu) if suits(cache, runtime.geometry) else None

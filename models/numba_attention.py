@@ -1,4 +1,4 @@
-"""`paged_partial` with a kernel for CPUs.
+"""`paged_partial` with a kernel for CPUs, and the cache write that goes with it.
 
 XLA's CPU backend runs the loop of `attention` on one core and widens each chunk before it multiplies; the kernel
 keeps what it widens in the inner caches and shares the work among cores. It makes its own tiles. Needs Numba; without
@@ -14,7 +14,7 @@ import numpy as np
 
 from dcpjax.models import numba_here
 from dcpjax.models.attention import Work
-from dcpjax.models.kv_cache import Cache, CacheGeometry, LayerCache
+from dcpjax.models.kv_cache import Cache, CacheGeometry, LayerCache, encode
 from dcpjax.models.numba_here import COLUMNS
 from dcpjax.sharding.merge import Partial
 
@@ -51,6 +51,28 @@ def paged_partial_numba(
     results = [jax.ShapeDtypeStruct(size, jnp.float32) for size in ((*shape, cache.value_dim), shape, workspace)]
     out, lse, _ = jax.ffi.ffi_call(name, results)(*arguments)
     return Partial(out.reshape(tokens, heads, -1), lse.reshape(tokens, heads))
+
+
+def write_numba(
+    cache: LayerCache, new: tuple[jax.Array, ...], block: jax.Array, slot: jax.Array, *, parallel: bool
+) -> LayerCache:
+    """`LayerCache.write`, where `suits` allows it."""
+    stored = np.dtype(cache.keys.dtype)
+    k, v = (encode(values, stored) for values in new)
+    results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (cache.keys, cache.values)]
+    call = jax.ffi.ffi_call(_write_kernel(stored, parallel), results, input_output_aliases={0: 0, 1: 1})
+    return LayerCache(*call(cache.keys, cache.values, k, v, block, slot))
+
+
+@once
+def _write_kernel(stored: np.dtype, parallel: bool) -> str:
+    """Name of the custom call for a cache of this dtype, compiled and registered at its first use."""
+    from dcpjax.models import numba_call, numba_write  # take a second
+
+    parallel = parallel and numba_call.threads_are_safe()
+    name = f"dcpjax_cache_write_{stored}_{'parallel' if parallel else 'in_turn'}"
+    numba_call.register(name, numba_write.kernel(stored, parallel))
+    return name
 
 
 @once

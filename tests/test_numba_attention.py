@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from dcpjax.batch import SHORT_TILE
 from dcpjax.models import numba_call, numba_here
 from dcpjax.models.attention import Work, paged_partial
 from dcpjax.models.kv_cache import CacheGeometry, LatentCache, LayerCache, encode
-from dcpjax.models.numba_attention import paged_partial_numba, suits
+from dcpjax.models.numba_attention import paged_partial_numba, suits, write_numba
 from dcpjax.models.numba_kernel import SPAN_SLOTS
 from dcpjax.sharding.merge import Partial, merge
 
@@ -201,3 +201,28 @@ answers.close()
 def test_a_process_that_ends_while_a_step_runs_does_end():
     """XLA's threads and Numba's once waited for each other when their process left them in the middle of a step."""
     subprocess.run([sys.executable, "-c", ENDS_DURING_A_STEP], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_the_kernel_writes_what_the_cache_does(dtype, parallel):
+    random, slots = np.random.default_rng(5), 64
+    stored = encode(jnp.asarray(random.normal(size=(2, 9, 1, KV_HEADS, HEAD_DIM, slots)), jnp.float32), np.dtype(dtype))
+    layer = LayerCache(stored[0], stored[1].swapaxes(3, 4))
+    runs = [(3, 17, 40), (8, 0, 64), (2, 63, 1), (0, 5, 1), (9, 0, 3)]  # block, first slot, tokens; 9 is past the end
+    block = np.concatenate([np.full(count, number) for number, _, count in runs]).astype(np.int32)
+    slot = np.concatenate([first + np.arange(count) for _, first, count in runs]).astype(np.int32)
+    new = tuple(jnp.asarray(random.normal(size=(2, len(block), KV_HEADS, HEAD_DIM)), jnp.float32))
+    for few in (slice(None), slice(104, None)):  # shared by threads, or not
+        args = tuple(x[few] for x in new), block[few], slot[few]
+        found = jax.jit(partial(write_numba, parallel=parallel))(layer, *args)
+        expected = layer.write(*args)
+        np.testing.assert_array_equal(found.keys, expected.keys)
+        np.testing.assert_array_equal(found.values, expected.values)
+
+
+def test_a_donated_cache_is_written_in_place():
+    layer = LayerCache(jnp.zeros((40, 1, 2, 64, 64)), jnp.zeros((40, 1, 2, 64, 64)))
+    new, place = (jnp.ones((4, 2, 64)),) * 2, (jnp.arange(4), jnp.arange(4))
+    program = jax.jit(partial(write_numba, parallel=False), donate_argnums=0).lower(layer, new, *place).compile()
+    assert program.memory_analysis().temp_size_in_bytes < layer.keys.nbytes // 2
