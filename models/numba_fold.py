@@ -13,7 +13,7 @@ from numba import literally, njit
 
 from dcpjax.models.numba_here import COLUMNS, LANES
 from dcpjax.models.numba_softmax import clear, round_up, scale, soften
-from dcpjax.models.numba_vector import add_products, load, load_block, prefetch, shifted, store, store_block
+from dcpjax.models.numba_vector import add_products, load, load_block, prefetch_columns, shifted, store, store_block
 
 _compile = njit(error_model="numpy", nogil=True, cache=True)
 
@@ -77,8 +77,7 @@ def _accumulate(
         to, at = shifted(sums, column), column // COLUMNS * step
         block = load_block(literally(together), to, width)
         for index in range(count):
-            prefetch(ahead, index * COLUMNS)
-            prefetch(ahead, index * COLUMNS + LANES)
+            prefetch_columns(ahead, index * COLUMNS)
             block = add_products(block, weights, index, terms, load(rows, at), load(rows, at + LANES))
             at += stride
         ahead = shifted(ahead, count * COLUMNS)

@@ -23,7 +23,7 @@ from dcpjax.models.numba_here import COLUMNS
 from dcpjax.models.numba_matrix_fold import fold_pairs, pair_rows, split_queries
 from dcpjax.models.numba_softmax import clear, copy, round_up, scale
 from dcpjax.models.numba_tile import PARTS, TILE, configure_tiles, release_tiles
-from dcpjax.models.numba_vector import pointer, shifted
+from dcpjax.models.numba_vector import pointer, prefetch_columns, shifted
 
 CHUNK_SLOTS = 256  # scored before their shares are taken: keys, values and scores stay in the inner caches
 TILE_TOKENS = (8, 64)  # least and most of one request that share what is read of its cache
@@ -198,13 +198,16 @@ def _attend_tile(
         offset = done % slots
         count = min(size, slots - offset, last - done)
         first, end = (blocks[done // slots] * kv_heads + kv_head) * block_size, done + count
-        ahead = after * block_size
-        if end < last:
-            ahead = (blocks[end // slots] * kv_heads + kv_head) * block_size + end % slots
         k, v = pointer(keys, first + offset), pointer(values, first + offset * width)
-        upcoming, tile, own = (v, pointer(keys, ahead)), (out, q, width, workspace, size), seen - done
+        following, whole = pointer(keys, after * block_size), True
+        if end < last:
+            following = pointer(keys, (blocks[end // slots] * kv_heads + kv_head) * block_size + end % slots)
+            whole = min(size, slots - end % slots, last - end) == size
+        upcoming, tile, own = (v, following if whole else k), (out, q, width, workspace, size), seen - done
         if few:
             fold(FEW_TOGETHER, tile, top, total, own, count, ((k, slots, COLUMNS), (v, width, COLUMNS)), upcoming)
+            for line in range(count * width // COLUMNS, size * width // COLUMNS if whole else 0):  # what is left
+                prefetch_columns(following, line * COLUMNS)
         else:
             _fold_many(units, tile, top, total, own, count, (k, slots), v, upcoming)
         done = end

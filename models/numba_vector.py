@@ -17,7 +17,7 @@ from numba import types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
-from dcpjax.models.numba_here import LANES
+from dcpjax.models.numba_here import COLUMNS, LANES
 
 _FLOATS, _WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
 
@@ -102,11 +102,20 @@ def prefetch(typing: Any, pointer: Any, index: Any) -> Any:
     """Ask for the cache line of pointer[index], wherever that is: nothing is read."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        read, near, data = (ir.Constant(word, number) for number in (0, 1, 1))
-        builder.call(function, [builder.bitcast(_at(builder, *values[:2]), byte), read, near, data])
+        _prefetch(builder, _at(builder, *values[:2]))
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.intp), generate
+
+
+@intrinsic
+def prefetch_columns(typing: Any, pointer: Any, index: Any) -> Any:
+    """Ask for the cache lines, of 64 bytes, of pointer[index : index + COLUMNS]."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        at = _at(builder, *values[:2])
+        for lane in range(0, COLUMNS, 64 // (signature.args[0].dtype.bitwidth // 8)):
+            _prefetch(builder, _at(builder, at, ir.Constant(ir.IntType(64), lane)))
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp), generate
@@ -267,6 +276,14 @@ def store_sums(typing: Any, pointer: Any, stride: Any, between: Any, block: Any)
 
 def _at(builder: ir.IRBuilder, pointer: Any, index: Any) -> Any:
     return builder.gep(pointer, [index])
+
+
+def _prefetch(builder: ir.IRBuilder, at: Any) -> None:
+    word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    read, near, data = (ir.Constant(word, number) for number in (0, 1, 1))
+    builder.call(function, [builder.bitcast(at, byte), read, near, data])
 
 
 def _number(value: float) -> ir.Constant:
