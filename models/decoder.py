@@ -16,7 +16,7 @@ from dcpjax.models import gqa, mla, mlp, moe
 from dcpjax.models.attention import Runtime, Work
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import Cache
-from dcpjax.models.layers import Rotary, dot, lookup, rms_norm, shared_rotary
+from dcpjax.models.layers import Normed, Rotary, dot, lookup, rms_norm, shared_rotary
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.mesh import Layout
 from dcpjax.sharding.rules import Placement
@@ -122,14 +122,13 @@ def _layer(
     config: ModelConfig,
     runtime: Runtime,
 ) -> tuple[jax.Array, Cache]:
-    x = rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
-    attended, cache = _attention(config).run(weights.attention, cache, x, work, angles, config, runtime)
-    hidden = hidden + attended
+    x = Normed(hidden, weights.input_norm, config.rms_norm_eps)
+    hidden, cache = _attention(config).run(weights.attention, cache, x, work, angles, config, runtime)
+    x = Normed(hidden, weights.post_norm, config.rms_norm_eps)
     with jax.named_scope("mlp"):
-        x = rms_norm(hidden, weights.post_norm, config.rms_norm_eps)
         if isinstance(weights.mlp, moe.MoEWeights):
-            return hidden + moe.run(weights.mlp, x, config, runtime.place), cache
-        return hidden + mlp.run(weights.mlp, x, runtime.place), cache
+            return moe.run(weights.mlp, x, config, runtime.place), cache
+        return mlp.run(weights.mlp, x, runtime.place), cache
 
 
 def _attention(config: ModelConfig) -> ModuleType:

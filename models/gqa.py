@@ -9,7 +9,7 @@ from flax import struct
 from dcpjax.models.attention import Runtime, Work, attend_on_device
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import LayerCache
-from dcpjax.models.layers import Rotary, add_bias, dot, dots, rms_norm, rotate
+from dcpjax.models.layers import Normed, Rotary, add_bias, dot, dots, rms_norm, rotate
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.merge import gather_over_dcp
 from dcpjax.sharding.mesh import Layout
@@ -101,13 +101,13 @@ def _kv_axis(config: ModelConfig, layout: Layout, size: int) -> Axis:
 def run(
     weights: GQAWeights,
     cache: LayerCache,
-    x: jax.Array,
+    x: Normed,
     work: Work,
     angles: Rotary,
     config: ModelConfig,
     runtime: Runtime,
 ) -> tuple[jax.Array, LayerCache]:
-    """x [N, M] -> [N, M], and the updated cache.
+    """x [N, M] -> its stream [N, M] with what attention adds, and the updated cache.
 
     q [N, tp * F] over `query`, F = H * D / tp padded so that it divides by dcp. Per device:
 
@@ -136,8 +136,8 @@ def run(
         check_vma=False,
     )(q, k, v, cache, work, angles, (weights.q_norm, weights.k_norm))
     with jax.named_scope("out_projection"):
-        attended = dot(features, weights.o, weights.o_bias, lone_cpu=place.lone_cpu)
-        return place.constrain(attended, None, None), cache
+        hidden = dot(features, weights.o, weights.o_bias, onto=x.stream, lone_cpu=place.lone_cpu)
+        return place.constrain(hidden, None, None), cache
 
 
 def _run_on_device(

@@ -4,6 +4,7 @@ The residual stream and all statistics are float32; weights keep their dtype. Kn
 """
 
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +16,52 @@ from dcpjax.models import numba_dot
 from dcpjax.models.config import RopeConfig
 
 
-def dot(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, lone_cpu: bool = False) -> jax.Array:
-    """x [N, I] float32, weight [O, I] -> [N, O] float32.
+class Normed(NamedTuple):
+    """The residual stream as a branch reads it, normed. Kernels norm while they read."""
+
+    stream: jax.Array  # [N, M] float32
+    weight: jax.Array  # [M]
+    eps: float
+
+    def array(self) -> jax.Array:
+        """[N, M] float32."""
+        return rms_norm(self.stream, self.weight, self.eps)
+
+
+def dot(
+    x: jax.Array | Normed,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    onto: jax.Array | None = None,
+    lone_cpu: bool = False,
+) -> jax.Array:
+    """x [N, I] float32, weight [O, I] -> [N, O] float32, with a bias [O], added to `onto` [N, O].
 
     `lone_cpu`: the only device is a CPU, for which there are kernels.
     """
+    if lone_cpu and bias is None and numba_dot.suits_matrix_units(weight):
+        return fused_dots(x, weight, onto=onto)[0]
     (y,) = dots(x, weight, lone_cpu=lone_cpu)
-    return add_bias(y, bias)
+    y = add_bias(y, bias)
+    return y if onto is None else onto + y
 
 
-def dots(x: jax.Array, *weights: jax.Array, lone_cpu: bool = False) -> list[jax.Array]:
+def dots(x: jax.Array | Normed, *weights: jax.Array, lone_cpu: bool = False) -> list[jax.Array]:
     """`dot` with each of some weights, in one call where a kernel takes them together."""
+    if lone_cpu and numba_dot.suits_matrix_units(*weights):
+        return fused_dots(x, *weights)
+    x = x.array() if isinstance(x, Normed) else x
     if lone_cpu and numba_dot.suits(x, *weights):
-        return numba_dot.dots(x.astype(jnp.float32), *weights)
+        return [numba_dot.few_rows_dot(x.astype(jnp.float32), weight) for weight in weights]
     return [_xla_dot(x, weight) for weight in weights]
+
+
+def fused_dots(x: jax.Array | Normed, *weights: jax.Array, **options: Any) -> list[jax.Array]:
+    """`numba_dot.fused_dots`, which norms what is `Normed`."""
+    if isinstance(x, Normed):
+        return numba_dot.fused_dots(x.stream, *weights, norm=(x.weight, x.eps), **options)
+    return numba_dot.fused_dots(x.astype(jnp.float32), *weights, **options)
 
 
 def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:

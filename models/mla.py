@@ -17,7 +17,7 @@ from dcpjax.models import layers
 from dcpjax.models.attention import Runtime, Work, attend_on_device
 from dcpjax.models.config import MLAConfig, ModelConfig
 from dcpjax.models.kv_cache import LatentCache
-from dcpjax.models.layers import Rotary, rms_norm, rotate, split_pairs
+from dcpjax.models.layers import Normed, Rotary, rms_norm, rotate, split_pairs
 from dcpjax.models.mla_prefill import UpProjection, prompt_partial, up_projects
 from dcpjax.models.names import HeadRows
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
@@ -85,13 +85,13 @@ def cache_specs(config: ModelConfig, layout: Layout, num_blocks: int, slots: int
 def run(
     weights: MLAWeights,
     cache: LatentCache,
-    x: jax.Array,
+    x: Normed,
     work: Work,
     angles: Rotary,
     config: ModelConfig,
     runtime: Runtime,
 ) -> tuple[jax.Array, LatentCache]:
-    """x [N, M] -> [N, M], and the updated cache.
+    """x [N, M] -> its stream [N, M] with what attention adds, and the updated cache.
 
     Heads are split over the whole pool, H / T to a device. Per device:
 
@@ -110,7 +110,7 @@ def run(
     place, mla = runtime.place, _config(config)
     dot = bind(layers.dot, lone_cpu=place.lone_cpu)
     with jax.named_scope("qkv"):
-        q_input = x if weights.q_down is None else rms_norm(dot(x, weights.q_down), weights.q_norm, config.rms_norm_eps)
+        q_input = x if weights.q_down is None else Normed(dot(x, weights.q_down), weights.q_norm, config.rms_norm_eps)
         q = place.constrain(dot(q_input, weights.q), None, "query")
         latent, rope_key = jnp.split(dot(x, weights.kv_down), [mla.latent_rank], axis=-1)
         rope_key = rotate(split_pairs(rope_key)[:, None, :], angles)[:, 0]
@@ -133,7 +133,7 @@ def run(
         check_vma=False,
     )(q, latent, cache, work, angles, weights.w_uk, weights.w_uv)
     with jax.named_scope("out_projection"):
-        return place.constrain(dot(features, weights.o), None, None), cache
+        return x.stream + place.constrain(dot(features, weights.o), None, None), cache
 
 
 def _run_on_device(

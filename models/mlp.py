@@ -5,7 +5,7 @@ from flax import struct
 
 from dcpjax.models import numba_dot
 from dcpjax.models.config import ModelConfig
-from dcpjax.models.layers import dot, dots
+from dcpjax.models.layers import Normed, dot, dots, fused_dots
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.mesh import Layout
 from dcpjax.sharding.rules import Placement
@@ -30,16 +30,16 @@ def names(root: str) -> MLPWeights:
     return MLPWeights(*(f"{root}.{part}_proj.weight" for part in ("gate", "up", "down")))
 
 
-def run(weights: MLPWeights, x: jax.Array, place: Placement) -> jax.Array:
-    """x [N, M] -> [N, M]."""
+def run(weights: MLPWeights, x: Normed, place: Placement) -> jax.Array:
+    """x [N, M] -> its stream [N, M] with what this adds."""
     own = weights.gate, weights.up, weights.down
     if place.lone_cpu and numba_dot.suits_matrix_units(*own):
-        return place.constrain(numba_dot.feed_forward(x, *own), None, None)
+        return place.constrain(fused_dots(x, *own, gated=True, onto=x.stream)[0], None, None)
     gated = place.constrain(swiglu(x, weights.gate, weights.up, lone_cpu=place.lone_cpu), None, "ffn")
-    return place.constrain(dot(gated, weights.down, lone_cpu=place.lone_cpu), None, None)
+    return x.stream + place.constrain(dot(gated, weights.down, lone_cpu=place.lone_cpu), None, None)
 
 
-def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, *, lone_cpu: bool = False) -> jax.Array:
+def swiglu(x: jax.Array | Normed, gate: jax.Array, up: jax.Array, *, lone_cpu: bool = False) -> jax.Array:
     """x [N, M], gate and up [F, M] -> [N, F]."""
     gated, risen = dots(x, gate, up, lone_cpu=lone_cpu)
     return jax.nn.silu(gated) * risen

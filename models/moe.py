@@ -13,7 +13,7 @@ from flax import struct
 
 from dcpjax.models import mlp
 from dcpjax.models.config import ModelConfig, MoEConfig
-from dcpjax.models.layers import dot
+from dcpjax.models.layers import Normed, dot
 from dcpjax.models.mlp import MLPWeights, swiglu
 from dcpjax.models.names import Stack
 from dcpjax.models.router import route
@@ -70,21 +70,24 @@ def names(config: ModelConfig, root: str) -> MoEWeights:
     )
 
 
-def run(weights: MoEWeights, x: jax.Array, config: ModelConfig, place: Placement) -> jax.Array:
-    """x [N, M] -> [N, M]. Per device: router (all), own experts and own slice of the shared ones, all-reduce."""
-    moe = _config(config)
+def run(weights: MoEWeights, x: Normed, config: ModelConfig, place: Placement) -> jax.Array:
+    """x [N, M] -> its stream [N, M] with what this adds.
+
+    Per device: router (all), own experts and own slice of the shared ones, all-reduce.
+    """
+    moe, normed = _config(config), x.array()
     with jax.named_scope("router"):
-        ids, shares = route(dot(x, weights.router), weights.bias, moe)
+        ids, shares = route(dot(normed, weights.router), weights.bias, moe)
     replicated, experts = place.spec(), place.spec("experts", None, None)
     rising, falling = place.spec("ffn", None), place.spec(None, "ffn")
     shared = None if weights.shared is None else MLPWeights(gate=rising, up=rising, down=falling)
-    return jax.shard_map(
+    return x.stream + jax.shard_map(
         bind(_run_on_device, moe=moe),
         mesh=place.mesh,
         in_specs=(replicated, replicated, replicated, experts, experts, experts, shared),
         out_specs=replicated,
         check_vma=False,
-    )(x, ids, shares, weights.gate, weights.up, weights.down, weights.shared)
+    )(normed, ids, shares, weights.gate, weights.up, weights.down, weights.shared)
 
 
 def _run_on_device(

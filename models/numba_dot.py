@@ -18,47 +18,43 @@ from dcpjax.models.numba_here import LANES
 MOST_ROWS = {jnp.dtype(jnp.bfloat16): 8, jnp.dtype(jnp.float32): 32}  # on vector units: from there on XLA is faster
 
 
-def suits(x: jax.Array, *weights: jax.Array) -> bool:
-    """Whether kernels can be called here and one takes arrays like these."""
-    return suits_matrix_units(*weights) or _suits_vector_units(x, *weights)
-
-
 def suits_matrix_units(*weights: jax.Array) -> bool:
-    """Whether `feed_forward`, or `dots` on matrix units, takes weights like these."""
+    """Whether kernels can be called here, on matrix units, and `fused_dots` takes weights like these."""
     whole = all(weight.shape[1] % (2 * LANES) == 0 and weight.shape[0] >= LANES for weight in weights)
     return whole and all(weight.dtype == jnp.bfloat16 for weight in weights) and numba_here.matrix_units()
 
 
-def _suits_vector_units(x: jax.Array, *weights: jax.Array) -> bool:
+def suits(x: jax.Array, *weights: jax.Array) -> bool:
+    """Whether kernels can be called here and `few_rows_dot` takes arrays like these."""
     few = all(x.shape[0] <= MOST_ROWS.get(weight.dtype, 0) for weight in weights)
     return few and x.shape[1] % LANES == 0 and numba_here.available()
 
 
-def dots(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
-    """x [N, I] float32, each weight [O, I] -> [N, O] float32; x is rounded to the dtype of the weight, as in `dot`."""
-    if suits_matrix_units(*weights):
-        return _matrix_units(x, *weights, gated=False)
-    return [_few_rows_dot(x, weight) for weight in weights]
+def fused_dots(
+    x: jax.Array,
+    *weights: jax.Array,
+    norm: tuple[jax.Array, float] | None = None,
+    onto: jax.Array | None = None,
+    gated: bool = False,
+) -> list[jax.Array]:
+    """x [N, I] float32, each weight [O, I] bfloat16 -> [N, O] float32, on matrix units; x is rounded to bfloat16.
 
-
-def feed_forward(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """(silu(x gate) * (x up)) down, in one call: x [N, I] float32, gate and up [F, I], down [O, F] -> [N, O] float32.
-
-    Rounded to bfloat16 before either product, as in `dot`.
+    In one call with what comes before and after:
+    `norm`: weight [I] bfloat16 and epsilon of a root-mean-square norm of x. `gated`: the first two weights are gate and
+    up [F, I]; the others, [O, F], meet silu(x gate) * (x up), which is rounded as well. `onto` [N, O] float32: what the
+    only result is added to.
     """
-    return _matrix_units(x, gate, up, down, gated=True)[0]
-
-
-def _matrix_units(x: jax.Array, *weights: jax.Array, gated: bool) -> list[jax.Array]:
-    name, threads, workspace_size = _matrix_target(gated)
+    name, threads, workspace_size = _matrix_target()
     made, width = (weights[2:], weights[0].shape[0]) if gated else (weights, 0)
-    workspace = workspace_size(*x.shape, width, threads)
-    shapes = [*((x.shape[0], weight.shape[0]) for weight in made), (workspace,)]
+    settings = jnp.array([gated, norm is not None, onto is not None, 0.0 if norm is None else norm[1]], jnp.float32)
+    shapes = [*((x.shape[0], weight.shape[0]) for weight in made), (workspace_size(*x.shape, width, threads),)]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return list(jax.ffi.ffi_call(name, results)(x, *weights)[:-1])
+    besides = settings if norm is None else norm[0], x if onto is None else onto  # there to be passed over
+    return list(jax.ffi.ffi_call(name, results)(x, settings, *besides, *weights)[:-1])
 
 
-def _few_rows_dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+def few_rows_dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [N, I] float32, weight [O, I] -> [N, O] float32; x is rounded to the dtype of the weight."""
     if weight.dtype == jnp.bfloat16:
         x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)  # two conversions would be optimised away
     result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
@@ -77,13 +73,12 @@ def _vector_target(bfloat16: bool) -> str:
 
 
 @once
-def _matrix_target(gated: bool) -> tuple[str, int, Callable[[int, int, int, int], int]]:
+def _matrix_target() -> tuple[str, int, Callable[[int, int, int, int], int]]:
     """The same for the matrix units: also the threads that it uses and the size of the workspace they need."""
     import numba
 
     from dcpjax.models import numba_call, numba_matrix
 
-    name = "dcpjax_feed_forward" if gated else "dcpjax_products"
     threads = numba.get_num_threads() if numba_call.threads_are_safe() else 1
-    numba_call.register(name, numba_matrix.kernel(threads, gated))
-    return name, threads, numba_matrix.workspace_size
+    numba_call.register("dcpjax_products", numba_matrix.kernel(threads))
+    return "dcpjax_products", threads, numba_matrix.workspace_size

@@ -33,94 +33,130 @@ from dcpjax.models.numba_tile import (
     store_tile,
     transpose,
 )
-from dcpjax.models.numba_vector import LANES, load, multiply, pointer, prefetch, shifted, silu, store
+from dcpjax.models.numba_vector import (
+    LANES,
+    add,
+    horizontal_sum,
+    load,
+    multiply,
+    multiply_add,
+    pointer,
+    prefetch,
+    shifted,
+    silu,
+    spread,
+    store,
+    zeros,
+)
 
 PANEL_BYTES = 2**20  # of packed rows that stay in a core's cache while all weights meet them
 ALONE = 4  # tiles of rows at most that are packed by one thread: a second one costs more to wake
 ROW = 4 * LANES  # bytes in a row of packed tiles and of sums
+WEIGHTS = 4  # of the arguments, where they begin
 SCRATCH = 5 * SIZE  # float32 numbers for a thread's four tiles of sums and one turned
 
 _compile = njit(error_model="numpy", nogil=True, cache=True)
 _rows_at, _weight_at, _numbers_at = array_of(2, types.float32), array_of(2, uint16), array_of(1, types.float32)
+_norm_at = array_of(1, uint16)
 
 
 @_compile
-def multiply_in_turn(given: np.ndarray, made: np.ndarray, threads: int, gated: bool) -> None:
+def multiply_in_turn(given: np.ndarray, made: np.ndarray, threads: int) -> None:
     """Each result [N, O] = x [N, I] float32 times its weight [O, I]; O at least TILE, I a multiple of TERMS.
 
-    `given`: addresses of x and of the weights, bfloat16; `made`: those of the results, float32, and of a workspace
-    [`workspace_size`] float32. `gated`: before the others gate and up [F, I] are given; what meets them [F, N], F a
-    multiple of TERMS, is silu(x gate) * (x up), rounded to bfloat16. All on one core.
+    `given`: addresses of x, of `settings`, of a norm's weight [I], of what is added to the only result, [N, O] float32,
+    and of the weights; weights are bfloat16. `made`: those of the results, float32, and of a workspace
+    [`workspace_size`] float32. All on one core.
+
+    Settings, float32 [4]: whether gate and up [F, I] are the first two weights; then what meets the next one [F, N],
+    F a multiple of TERMS, is silu(x gate) * (x up), rounded to bfloat16. Whether x is normed, whether something is
+    added, the norm's epsilon.
     """
     _pack_share(0, 1, given, made)
-    if gated:
+    if _numbers_at(given[1])[0] != 0.0:
         _gate_share(0, 1, given, made)
-    _multiply_share(0, 1, given, made, gated)
+    _multiply_share(0, 1, given, made)
 
 
 @njit(error_model="numpy", nogil=True, cache=True, parallel=True)
-def multiply_in_parallel(given: np.ndarray, made: np.ndarray, threads: int, gated: bool) -> None:
+def multiply_in_parallel(given: np.ndarray, made: np.ndarray, threads: int) -> None:
     if _tiles(_rows_at(given[0]).shape[0]) <= ALONE:
         _pack_share(0, 1, given, made)
     else:
         for thread in prange(threads):
             _pack_share(thread, threads, given, made)
-    if gated:
+    if _numbers_at(given[1])[0] != 0.0:
         for thread in prange(threads):
             _gate_share(thread, threads, given, made)
     for thread in prange(threads):
-        _multiply_share(thread, threads, given, made, gated)
+        _multiply_share(thread, threads, given, made)
 
 
 @_compile
 def _pack_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray) -> None:
-    """Rows of x as the other factor of `multiply_tiles`."""
-    x, workspace = _rows_at(given[0]), _numbers_at(made[-1])
-    rows, size = x.shape
+    """Rows of x, normed or not, as the other factor of `multiply_tiles`."""
+    x, settings, norm = _rows_at(given[0]), _numbers_at(given[1]), pointer(_norm_at(given[2]), 0)
+    (rows, size), width = x.shape, _gated_width(given)
+    packed, _, _, normed = _regions(_numbers_at(made[-1]), rows, size, width, thread)
     for tile in range(thread, _tiles(rows), threads):
-        source, packed = pointer(x, tile * TILE * size), pointer(workspace, tile * TILE * size // 2)
+        count, source = min(rows - tile * TILE, TILE), pointer(x, tile * TILE * size)
+        if settings[1] != 0.0:
+            for row in range(count):
+                _norm(shifted(source, row * size), norm, settings[3], size, shifted(normed, row * size))
+            source = normed
         for term in range(0, size, TERMS):
-            pack_pairs(shifted(source, term), size, rows - tile * TILE, shifted(packed, term // TERMS * SIZE))
+            pack_pairs(shifted(source, term), size, count, shifted(packed, (tile * size + term) // TERMS * SIZE))
+
+
+@_compile
+def _norm(row: Any, weight: Any, epsilon: np.float32, size: int, to: Any) -> None:
+    """Root-mean-square norm of one row, as `layers.rms_norm`."""
+    squares = zeros()
+    for i in range(0, size, LANES):
+        number = load(row, i)
+        squares = multiply_add(number, number, squares)
+    scale = np.float32(1.0) / np.sqrt(horizontal_sum(squares) / np.float32(size) + epsilon)
+    for i in range(0, size, LANES):
+        store(to, i, multiply(multiply(load(row, i), spread(scale)), load(weight, i)))
 
 
 @_compile
 def _gate_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray) -> None:
     """One thread's columns of gate and up. What becomes of them is packed, after the rows of x."""
-    x, gate, up, workspace = _rows_at(given[0]), _weight_at(given[1]), _weight_at(given[2]), _numbers_at(made[-1])
+    x, gate, up = _rows_at(given[0]), _weight_at(given[WEIGHTS]), _weight_at(given[WEIGHTS + 1])
     (rows, size), width = x.shape, gate.shape[0]
-    packed, hidden, scratch = _regions(workspace, rows, size, width, thread)
+    packed, hidden, scratch, _ = _regions(_numbers_at(made[-1]), rows, size, width, thread)
     blocks, panel = width // TILE, _panel(size)
     configure_tiles()
     for tile in range(0, _tiles(rows), panel):
         tiles = tile, min(tile + panel, _tiles(rows))
         for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
             column = block * TILE
-            factors = pointer(gate, column * size), pointer(up, column * size), TILE * size
-            _multiply_block(factors, packed, size, tiles, scratch, (x, hidden, width), (column, column), True)
+            factors, to = (pointer(gate, column * size), pointer(up, column * size), TILE * size), (x, x, hidden, width)
+            _multiply_block(factors, packed, size, tiles, scratch, to, (column, column), True, False)
     release_tiles()
 
 
 @_compile
-def _multiply_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray, gated: bool) -> None:
+def _multiply_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray) -> None:
     """One thread's columns of all results: neighbours, as they lie in memory."""
-    x, workspace, weights = _rows_at(given[0]), _numbers_at(made[-1]), given[3:] if gated else given[1:]
-    rows, width = x.shape[0], _weight_at(given[1]).shape[0] if gated else 0
-    packed, hidden, scratch = _regions(workspace, rows, x.shape[1], width, thread)
+    x, settings, onto, width = _rows_at(given[0]), _numbers_at(given[1]), _rows_at(given[3]), _gated_width(given)
+    packed, hidden, scratch, _ = _regions(_numbers_at(made[-1]), x.shape[0], x.shape[1], width, thread)
+    tiles, weights, factor = _tiles(x.shape[0]), given[WEIGHTS + 2 if width else WEIGHTS :], hidden if width else packed
     size, blocks = _weight_at(weights[0]).shape[1], 0
-    factor, panel = hidden if gated else packed, _panel(size)
     for weight in weights:
         blocks += _blocks(_weight_at(weight))
-    first, end = blocks * thread // threads, blocks * (thread + 1) // threads
+    first, end, panel = blocks * thread // threads, blocks * (thread + 1) // threads, _panel(size)
     configure_tiles()
-    for tile in range(0, _tiles(rows), panel):
-        passed, tiles = 0, (tile, min(tile + panel, _tiles(rows)))
+    for tile in range(0, tiles, panel):
+        passed, own = 0, (tile, min(tile + panel, tiles))
         for index, place in enumerate(weights):
-            weight, y = _weight_at(place), _rows_at(made[index])
+            weight, to = _weight_at(place), (_rows_at(made[index]), onto, hidden, width)
             count, last = _blocks(weight), weight.shape[0] - TILE
             for block in range(max(first - passed, 0), min(end - passed, count)):
                 columns = min(2 * block * TILE, last), min((2 * block + 1) * TILE, last)
                 factors = pointer(weight, columns[0] * size), pointer(weight, columns[1] * size), 2 * TILE * size
-                _multiply_block(factors, factor, size, tiles, scratch, (y, hidden, width), columns, False)
+                _multiply_block(factors, factor, size, own, scratch, to, columns, False, settings[2] != 0.0)
             passed += count
     release_tiles()
 
@@ -135,12 +171,14 @@ def _multiply_block(
     to: Any,
     columns: tuple[int, int],
     gated: bool,
+    added: bool,
 ) -> None:
     """Two tiles of columns by tiles of rows, the first and the one after the last.
 
     `factors`: weights of either tile, and how much further those of the next block are. They are asked for meanwhile.
-    `to`: y; what is gated, which has so many columns.
+    `to`: y and what is added to it; what is gated, which has so many columns.
     """
+    y, onto, hidden, width = to
     left, right, step = factors
     pairs = (tiles[1] - tiles[0] + 1) // 2
     lines, ahead = max(TILE // pairs, 1), (shifted(left, step), shifted(right, step))
@@ -157,11 +195,10 @@ def _multiply_block(
         for half in range(1 + other - tile):
             sums, turned = shifted(scratch, half * 2 * SIZE), shifted(scratch, 4 * SIZE)
             if gated:
-                place = (tile + half) * TILE * to[2] // 2 + columns[0] // 2 * TILE
-                _gate(sums, shifted(to[1], place))
+                _gate(sums, shifted(hidden, (tile + half) * TILE * width // 2 + columns[0] // 2 * TILE))
             else:
-                _put(sums, turned, to[0], (tile + half) * TILE, columns[0])
-                _put(shifted(sums, SIZE), turned, to[0], (tile + half) * TILE, columns[1])
+                _put(sums, turned, y, onto, added, (tile + half) * TILE, columns[0])
+                _put(shifted(sums, SIZE), turned, y, onto, added, (tile + half) * TILE, columns[1])
 
 
 @_compile
@@ -201,21 +238,28 @@ def _gated(sums: Any, at: int) -> Any:
 
 
 @_compile
-def _put(sums: Any, turned: Any, y: np.ndarray, row: int, column: int) -> None:
+def _put(sums: Any, turned: Any, y: np.ndarray, onto: np.ndarray, added: bool, row: int, column: int) -> None:
     """A tile of sums to its place."""
     transpose(sums, turned)
     columns = y.shape[1]
-    to = pointer(y, row * columns + column)
+    first = row * columns + column
     for i in range(min(TILE, y.shape[0] - row)):
-        store(to, i * columns, load(turned, i * LANES))
+        own, at = load(turned, i * LANES), first + i * columns
+        store(pointer(y, at), 0, add(own, load(pointer(onto, at), 0)) if added else own)
 
 
 @_compile
-def _regions(workspace: np.ndarray, rows: int, size: int, width: int, thread: int) -> tuple[Any, Any, Any]:
-    """Packed rows of x, packed rows of what is gated, a thread's scratch."""
+def _regions(workspace: np.ndarray, rows: int, size: int, width: int, thread: int) -> tuple[Any, Any, Any, Any]:
+    """Packed rows of x, packed rows of what is gated, a thread's scratch, its TILE normed rows."""
     packed = pointer(workspace, 0)
     hidden = shifted(packed, _tiles(rows) * TILE * size // 2)
-    return packed, hidden, shifted(hidden, _tiles(rows) * TILE * width // 2 + thread * SCRATCH)
+    scratch = shifted(hidden, _tiles(rows) * TILE * width // 2 + thread * (SCRATCH + TILE * size))
+    return packed, hidden, scratch, shifted(scratch, SCRATCH)
+
+
+@_compile
+def _gated_width(given: np.ndarray) -> int:
+    return _weight_at(given[WEIGHTS]).shape[0] if _numbers_at(given[1])[0] != 0.0 else 0
 
 
 @_compile
@@ -236,16 +280,16 @@ def _tiles(rows: int) -> int:
 
 def workspace_size(rows: int, size: int, width: int, threads: int) -> int:
     """float32 numbers: packed rows of x and of what is gated, `width` columns, which take half as many, and each
-    thread's scratch."""
-    return -(-rows // TILE) * TILE * (size + width) // 2 + threads * SCRATCH
+    thread's scratch and normed rows."""
+    return -(-rows // TILE) * TILE * (size + width) // 2 + threads * (SCRATCH + TILE * size)
 
 
-def kernel(threads: int, gated: bool) -> Any:
-    """A custom call (x [N, I] float32, weights bfloat16 ...) -> results [N, O] float32 ... and a workspace."""
+def kernel(threads: int) -> Any:
+    """A custom call: `given` -> `made` of `multiply_in_turn`."""
     multiply = multiply_in_parallel if threads > 1 else multiply_in_turn
 
     @njit(inline="always")
     def run(frame: np.ndarray) -> None:
-        multiply(arguments(frame), results(frame), threads, gated)
+        multiply(arguments(frame), results(frame), threads)
 
     return run
