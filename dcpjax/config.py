@@ -26,7 +26,7 @@ class EngineConfig:
         dtype: of the weights; "auto" takes the checkpoint's, float16 becoming bfloat16.
         max_model_len: most tokens of prompt and completion together; None: what the model and the cache allow.
         max_num_seqs: most requests that run at once.
-        max_num_batched_tokens: most tokens in one step; longer prompts run in several. None: 512 on CPU, else 2048.
+        max_num_batched_tokens: most tokens in one step; longer prompts run in several. None: 1024 on CPU, else 2048.
         max_mixed_prefill_tokens: most prompt tokens in a step that also decodes, counted as at the beginning of a
             prompt (later ones attend to more and cost more), so that nobody waits long for the next token. None: 64
             on CPU, else 512, while a stream decodes; no bound while only results are waited for.

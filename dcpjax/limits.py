@@ -29,7 +29,7 @@ def step_limits(
     decode_work = round(MIXED_WORK * (1 + operations.per_choice(config) / per_token))
     return Limits(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens or (512 if on_cpu else 2048),
+        max_num_batched_tokens=max_num_batched_tokens or (1024 if on_cpu else 2048),
         pace=Pace(
             tokens=max_mixed_prefill_tokens or (decode_work if on_cpu else 512),
             per_position=ATTENTION_COST.get(platform, 1.0) * operations.per_position(config) / per_token,

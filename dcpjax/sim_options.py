@@ -43,7 +43,7 @@ class SimOptions:
         concurrency: users of closed arrivals.
         speedup: how much faster than recorded requests come.
         max_num_seqs: most requests that run at once. None: 256, or `concurrency`, so that the cache alone decides.
-        max_num_batched_tokens: most tokens in one step. None: 512 on cpu, else 2048, as in the engine.
+        max_num_batched_tokens: most tokens in one step. None: 1024 on cpu, else 2048, as in the engine.
         max_mixed_prefill_tokens: most prompt tokens in a step that also decodes, counted as at the beginning of a
             prompt. None: 64 on cpu, else 512, as in the engine.
         block_size: tokens per cache block, counted over all ranks.

@@ -237,7 +237,7 @@ def _fold_many(
     units: Any, tile: Any, top: np.ndarray, total: np.ndarray, seen: np.ndarray, count: int, k: Any, v: Any, ahead: Any
 ) -> None:
     """A chunk for many queries: raised to float32 in `room`, or paired for matrix units, which want it finite."""
-    out, q, width, room, size = tile
+    out, _, width, room, size = tile
     (keys, slots), raised = k, shifted(room, TILE * size)
     if units is not None:
         pairs = shifted(raised, size * width)
@@ -256,7 +256,7 @@ def _fold_many(
 
 @_compile
 def _parts(room: Any, size: int, width: int) -> Any:
-    """Where in a thread's room the parts of its queries are: after scores, a chunk of the cache, and parts of shares."""
+    """Where a thread keeps the parts of its queries: after scores, a chunk of the cache and parts of shares."""
     return shifted(room, TILE * size + 2 * size * width + PARTS * TILE * size // 2)
 
 

@@ -104,9 +104,7 @@ def fold_pairs(
 
 
 @_compile
-def _multiply(
-    parts: Any, steps: int, distance: int, pairs: Any, beside: int, to: Any, stride: int, add: bool
-) -> None:
+def _multiply(parts: Any, steps: int, distance: int, pairs: Any, beside: int, to: Any, stride: int, add: bool) -> None:
     """TILE rows by COLUMNS of sums, `stride` apart: parts of `steps` tiles by as many of pairs.
 
     In tiles: second and third parts are `distance` after the first ones, pairs of the other columns `beside`.

@@ -43,9 +43,7 @@ def write_in_parallel(keys: Any, values: Any, k: Any, v: Any, block: np.ndarray,
 
 
 @_compile
-def _write(
-    keys: Any, values: Any, k: Any, v: Any, block: np.ndarray, slot: np.ndarray, first: int, end: int
-) -> None:
+def _write(keys: Any, values: Any, k: Any, v: Any, block: np.ndarray, slot: np.ndarray, first: int, end: int) -> None:
     """Tokens from `first` to `end`, neighbours of one block together."""
     while first < end:
         after = first + 1

@@ -129,12 +129,13 @@ def test_tokens_on_both_sides_of_a_spans_end_equal_the_loop():
         assert_close(run(kernel, step, LONG, 0, layer), expected)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
 @pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
-def test_what_is_not_a_number_taints_only_those_who_see_it(part):
+def test_what_is_not_a_number_taints_only_those_who_see_it(part, dtype):
     where, spoilt = PAGINGS[0], 485
     step = spans(where)  # the fourth request computes positions 480 to 497
     rank = int(where.geometry.locate(spoilt)[1])
-    layer = stored(step, where, rank, np.float32, spoilt, part)
+    layer = stored(step, where, rank, dtype, spoilt, part)
     tainted = np.isnan(run("in turn", step, where, rank, layer).out).any(axis=(1, 2))
     work = scheduled(step, where)
     seen = (np.asarray(work.positions) >= spoilt) & np.isin(np.asarray(work.rows), [0, 3])
