@@ -234,7 +234,7 @@ def write(
     work: Work,
     geometry: CacheGeometry,
     rank: jax.Array,
-    store: Callable[..., Any] | None = None,
+    store: Callable[..., AnyCache] | None = None,
 ) -> AnyCache:
     """Write what the step's tokens add to the slots this rank owns; other positions are dropped. `store` writes as
     the cache's own `write` does."""
@@ -242,7 +242,7 @@ def write(
     block = work.block_table[jnp.maximum(work.rows, 0), jnp.maximum(index, 0)]
     owned = (work.positions >= 0) & (owner == rank) & (block >= 0)
     block = jnp.where(owned, block, cache.num_blocks)  # past the end: dropped
-    return cache.write(new, block, slot) if store is None else store(cache, new, block, slot)
+    return (store or type(cache).write)(cache, new, block, slot)
 
 
 def attend_on_device(

@@ -47,7 +47,8 @@ def fused_dots(
     name, threads, workspace_size = _matrix_target()
     made, width = (weights[2:], weights[0].shape[0]) if gated else (weights, 0)
     settings = jnp.array([gated, norm is not None, onto is not None, 0.0 if norm is None else norm[1]], jnp.float32)
-    shapes = [*((x.shape[0], weight.shape[0]) for weight in made), (workspace_size(*x.shape, width, threads),)]
+    workspace = workspace_size(*x.shape, width, threads)
+    shapes = [*((x.shape[0], weight.shape[0]) for weight in made), (workspace,)]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     besides = settings if norm is None else norm[0], x if onto is None else onto  # there to be passed over
     return list(jax.ffi.ffi_call(name, results)(x, settings, *besides, *weights)[:-1])
@@ -73,7 +74,7 @@ def _vector_target(bfloat16: bool) -> str:
 
 
 @once
-def _matrix_target() -> tuple[str, int, Callable[[int, int, int, int], int]]:
+def _matrix_target() -> tuple[str, int, Callable[..., int]]:
     """The same for the matrix units: also the threads that it uses and the size of the workspace they need."""
     import numba
 
