@@ -350,7 +350,7 @@ def test_a_model_describes_its_layout_its_cache_and_its_limits():
         "tp=4 x dcp=2 on 8 cpu devices, merged by ag_rs",
         f"{llm.runner.sizes.num_blocks * 16:,} tokens in {llm.runner.sizes.num_blocks:,} blocks of 16, stored 1x",
         "float32, 0.2 MiB per device",
-        "2 at once, 512 tokens a step",
+        "2 at once, 1,024 tokens a step",
     ):
         assert cell in told
     assert "stored 2x" in describe(load("llama-linear", 8, 1))
