@@ -26,6 +26,7 @@ from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
+from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_here import INTERFACE
 
 VERSION = INTERFACE[0] | INTERFACE[1] << 32  # major and minor, two halves of a word
@@ -41,19 +42,19 @@ def _pointer(typing: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-@njit(cache=True)
+@compiled
 def words(address: int, count: int) -> np.ndarray:
     """int64 [count] at an address."""
     return carray(_pointer(address), count, np.int64)
 
 
-@njit(cache=True)
+@compiled
 def data(buffer: int) -> Any:
     """Pointer to the numbers of a buffer."""
     return _pointer(words(buffer, 6)[3])
 
 
-@njit(cache=True)
+@compiled
 def sizes(buffer: int) -> np.ndarray:
     """int64 [rank]: the dimensions of a buffer."""
     header = words(buffer, 6)
@@ -70,13 +71,13 @@ def array(dimensions: int, dtype: Any) -> Any:
     return of
 
 
-@njit(cache=True)
+@compiled
 def arguments(frame: np.ndarray) -> np.ndarray:
     """Addresses of the argument buffers."""
     return words(frame[9], frame[7])
 
 
-@njit(cache=True)
+@compiled
 def results(frame: np.ndarray) -> np.ndarray:
     """Addresses of the result buffers."""
     return words(frame[14], frame[12])

@@ -9,16 +9,15 @@ Works on numbers behind pointers; knows nothing about blocks, requests or JAX.
 from typing import Any
 
 import numpy as np
-from numba import literally, njit
+from numba import literally
 
+from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_here import COLUMNS, LANES
 from dcpjax.models.numba_softmax import clear, round_up, scale, soften
 from dcpjax.models.numba_vector import add_products, load, load_block, prefetch_columns, shifted, store, store_block
 
-_compile = njit(error_model="numpy", nogil=True, cache=True)
 
-
-@_compile
+@compiled
 def raise_rows(stored: Any, stride: int, rows: int, columns: int, to: Any) -> None:
     """Rows of `stored` as float32, COLUMNS of them after another: [columns / COLUMNS, rows, COLUMNS]."""
     at = 0
@@ -29,7 +28,7 @@ def raise_rows(stored: Any, stride: int, rows: int, columns: int, to: Any) -> No
             at += COLUMNS
 
 
-@_compile
+@compiled
 def fold(
     together: int, tile: Any, top: np.ndarray, total: np.ndarray, seen: np.ndarray, count: int, stored: Any, ahead: Any
 ) -> None:
@@ -63,7 +62,7 @@ def fold(
                 _accumulate(1, shifted(out, row * width), width, weights, size, more, rest, width, ahead[1])
 
 
-@_compile
+@compiled
 def _accumulate(
     together: int, sums: Any, width: int, weights: Any, terms: int, count: int, stored: Any, columns: int, ahead: Any
 ) -> None:

@@ -18,6 +18,7 @@ from numba import from_dtype, njit, prange, types
 
 from dcpjax.models.numba_call import arguments, results
 from dcpjax.models.numba_call import array as array_of
+from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_fold import fold, raise_rows
 from dcpjax.models.numba_here import COLUMNS
 from dcpjax.models.numba_matrix_fold import fold_pairs, pair_rows, split_queries
@@ -34,10 +35,8 @@ TOGETHER = 8  # rows of sums that are in registers, for queries of many
 FEW_TOGETHER = 4  # the same where there are at most
 FEW = 8  # queries: these read the cache itself, more of them a copy raised to float32, or matrix units a packed one
 
-_compile = njit(error_model="numpy", nogil=True, cache=True)
 
-
-@_compile
+@compiled
 def attend_in_turn(arguments: Any) -> None:
     """All items on one core; `arguments` as `_attend_items` names them."""
     plan = _plan(arguments)
@@ -45,7 +44,7 @@ def attend_in_turn(arguments: Any) -> None:
     _merge(plan, arguments)
 
 
-@njit(error_model="numpy", nogil=True, cache=True, parallel=True)
+@compiled(parallel=True)
 def attend_in_parallel(arguments: Any) -> None:
     """As many threads as have a workspace."""
     plan = _plan(arguments)
@@ -54,7 +53,7 @@ def attend_in_parallel(arguments: Any) -> None:
     _merge(plan, arguments)
 
 
-@_compile
+@compiled
 def _plan(arguments: Any) -> Any:
     """Slots that each token sees, tiles, those that were split, and room for the results of spans."""
     _, _, _, q, keys, _, positions, rows, _, share, _ = arguments
@@ -65,7 +64,7 @@ def _plan(arguments: Any) -> Any:
     return seen, tiles, split, part_out, part_lse
 
 
-@_compile
+@compiled
 def _tiles(seen: np.ndarray, rows: np.ndarray, kv_heads: int) -> tuple[np.ndarray, np.ndarray]:
     """Tiles [T, 5], those with most work first: first token, the one after its last, first slot, the one after its
     last, and where its results go among the parts, -1 for the results themselves.
@@ -97,7 +96,7 @@ def _tiles(seen: np.ndarray, rows: np.ndarray, kv_heads: int) -> tuple[np.ndarra
     return every[np.argsort(-work)], split[:count]
 
 
-@_compile
+@compiled
 def _attend_items(thread: int, plan: Any, arguments: Any) -> None:
     """Fill in `out` [N, K, G, D] and `lse` [N, K, G], or the parts, of one thread's items: the threads deal.
 
@@ -135,7 +134,7 @@ def _attend_items(thread: int, plan: Any, arguments: Any) -> None:
     _end(units)
 
 
-@_compile
+@compiled
 def _merge(plan: Any, arguments: Any) -> None:
     """The spans' results -> those of whole tiles, weighted by their lse as `sharding.merge` does."""
     (_, _, split, part_out, part_lse), (out, lse) = plan, arguments[:2]
@@ -157,7 +156,7 @@ def _merge(plan: Any, arguments: Any) -> None:
                         sums += weights[span] / total * part_out[rows[span], head, one]
 
 
-@_compile
+@compiled
 def _visible(positions: np.ndarray, share: np.ndarray) -> np.ndarray:
     """How many slots of this rank each token sees, as `CacheGeometry.tokens_per_rank` counts: the request's first."""
     dcp, interleave, rank = share[0], share[1], share[2]
@@ -168,7 +167,7 @@ def _visible(positions: np.ndarray, share: np.ndarray) -> np.ndarray:
     return seen
 
 
-@_compile
+@compiled
 def _attend_tile(
     units: Any,
     out: Any,
@@ -214,25 +213,25 @@ def _attend_tile(
     return _finish(out, width, top, total)
 
 
-@_compile
+@compiled
 def _begin(units: Any) -> None:
     if units is not None:  # here and below of an argument: else Numba compiles what the CPU may not know
         configure_tiles()
 
 
-@_compile
+@compiled
 def _end(units: Any) -> None:
     if units is not None:
         release_tiles()
 
 
-@_compile
+@compiled
 def _split(units: Any, q: Any, queries: int, width: int, parts: Any) -> None:
     if units is not None:
         split_queries(q, queries, width, parts)
 
 
-@_compile
+@compiled
 def _fold_many(
     units: Any, tile: Any, top: np.ndarray, total: np.ndarray, seen: np.ndarray, count: int, k: Any, v: Any, ahead: Any
 ) -> None:
@@ -254,13 +253,13 @@ def _fold_many(
     fold(TOGETHER, tile, top, total, seen, count, stored, ahead)
 
 
-@_compile
+@compiled
 def _parts(room: Any, size: int, width: int) -> Any:
     """Where a thread keeps the parts of its queries: after scores, a chunk of the cache and parts of shares."""
     return shifted(room, TILE * size + 2 * size * width + PARTS * TILE * size // 2)
 
 
-@_compile
+@compiled
 def _finish(out: Any, width: int, top: np.ndarray, total: np.ndarray) -> np.ndarray:
     """Running softmax -> partial, `out` in place; what has seen nothing stays 0, its lse is -inf."""
     lse = np.full(top.shape, np.float32(-np.inf), np.float32)

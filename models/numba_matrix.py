@@ -19,6 +19,7 @@ from numba import njit, prange, types, uint16
 
 from dcpjax.models.numba_call import arguments, results
 from dcpjax.models.numba_call import array as array_of
+from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_tile import (
     SIZE,
     TERMS,
@@ -55,12 +56,11 @@ ROW = 4 * LANES  # bytes in a row of packed tiles and of sums
 WEIGHTS = 4  # of the arguments, where they begin
 SCRATCH = 5 * SIZE  # float32 numbers for a thread's four tiles of sums and one turned
 
-_compile = njit(error_model="numpy", nogil=True, cache=True)
 _rows_at, _weight_at, _numbers_at = array_of(2, types.float32), array_of(2, uint16), array_of(1, types.float32)
 _norm_at = array_of(1, uint16)
 
 
-@_compile
+@compiled
 def multiply_in_turn(given: np.ndarray, made: np.ndarray, threads: int) -> None:
     """Each result [N, O] = x [N, I] float32 times its weight [O, I]; O at least TILE, I a multiple of TERMS.
 
@@ -78,7 +78,7 @@ def multiply_in_turn(given: np.ndarray, made: np.ndarray, threads: int) -> None:
     _multiply_share(0, 1, given, made)
 
 
-@njit(error_model="numpy", nogil=True, cache=True, parallel=True)
+@compiled(parallel=True)
 def multiply_in_parallel(given: np.ndarray, made: np.ndarray, threads: int) -> None:
     if _tiles(_rows_at(given[0]).shape[0]) <= ALONE:
         _pack_share(0, 1, given, made)
@@ -92,7 +92,7 @@ def multiply_in_parallel(given: np.ndarray, made: np.ndarray, threads: int) -> N
         _multiply_share(thread, threads, given, made)
 
 
-@_compile
+@compiled
 def _pack_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray) -> None:
     """Rows of x, normed or not, as the other factor of `multiply_tiles`."""
     x, settings, norm = _rows_at(given[0]), _numbers_at(given[1]), pointer(_norm_at(given[2]), 0)
@@ -108,7 +108,7 @@ def _pack_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray) 
             pack_pairs(shifted(source, term), size, count, shifted(packed, (tile * size + term) // TERMS * SIZE))
 
 
-@_compile
+@compiled
 def _norm(row: Any, weight: Any, epsilon: np.float32, size: int, to: Any) -> None:
     """Root-mean-square norm of one row, as `layers.rms_norm`."""
     squares = zeros()
@@ -120,7 +120,7 @@ def _norm(row: Any, weight: Any, epsilon: np.float32, size: int, to: Any) -> Non
         store(to, i, multiply(multiply(load(row, i), spread(scale)), load(weight, i)))
 
 
-@_compile
+@compiled
 def _gate_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray) -> None:
     """One thread's columns of gate and up. What becomes of them is packed, after the rows of x."""
     x, gate, up = _rows_at(given[0]), _weight_at(given[WEIGHTS]), _weight_at(given[WEIGHTS + 1])
@@ -137,7 +137,7 @@ def _gate_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray) 
     release_tiles()
 
 
-@_compile
+@compiled
 def _multiply_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray) -> None:
     """One thread's columns of all results: neighbours, as they lie in memory."""
     x, settings, onto, width = _rows_at(given[0]), _numbers_at(given[1]), _rows_at(given[3]), _gated_width(given)
@@ -161,7 +161,7 @@ def _multiply_share(thread: int, threads: int, given: np.ndarray, made: np.ndarr
     release_tiles()
 
 
-@_compile
+@compiled
 def _multiply_block(
     factors: Any,
     packed: Any,
@@ -201,7 +201,7 @@ def _multiply_block(
                 _put(shifted(sums, SIZE), turned, y, onto, added, (tile + half) * TILE, columns[1])
 
 
-@_compile
+@compiled
 def _multiply_pair(left: Any, right: Any, rows: Any, size: int, ahead: Any, lines: int) -> None:
     """Two tiles of columns by two of rows: sums 0 and 1 are those of the first rows. Asks for so many cache lines of
     either side ahead with each step."""
@@ -224,7 +224,7 @@ def _multiply_pair(left: Any, right: Any, rows: Any, size: int, ahead: Any, line
         multiply_tiles(3, 5, 7)
 
 
-@_compile
+@compiled
 def _gate(sums: Any, packed: Any) -> None:
     """A tile's silu times the next one, columns two by two, which is how they are packed."""
     for column in range(0, SIZE, 2 * LANES):
@@ -232,12 +232,12 @@ def _gate(sums: Any, packed: Any) -> None:
         store(packed, column // 2, paired(first, second))
 
 
-@_compile
+@compiled
 def _gated(sums: Any, at: int) -> Any:
     return multiply(silu(load(sums, at)), load(sums, SIZE + at))
 
 
-@_compile
+@compiled
 def _put(sums: Any, turned: Any, y: np.ndarray, onto: np.ndarray, added: bool, row: int, column: int) -> None:
     """A tile of sums to its place."""
     transpose(sums, turned)
@@ -248,7 +248,7 @@ def _put(sums: Any, turned: Any, y: np.ndarray, onto: np.ndarray, added: bool, r
         store(pointer(y, at), 0, add(own, load(pointer(onto, at), 0)) if added else own)
 
 
-@_compile
+@compiled
 def _regions(workspace: np.ndarray, rows: int, size: int, width: int, thread: int) -> tuple[Any, Any, Any, Any]:
     """Packed rows of x, packed rows of what is gated, a thread's scratch, its TILE normed rows."""
     packed = pointer(workspace, 0)
@@ -257,23 +257,23 @@ def _regions(workspace: np.ndarray, rows: int, size: int, width: int, thread: in
     return packed, hidden, scratch, shifted(scratch, SCRATCH)
 
 
-@_compile
+@compiled
 def _gated_width(given: np.ndarray) -> int:
     return _weight_at(given[WEIGHTS]).shape[0] if _numbers_at(given[1])[0] != 0.0 else 0
 
 
-@_compile
+@compiled
 def _panel(size: int) -> int:
     """Tiles of packed rows, an even number."""
     return max(PANEL_BYTES // (4 * TILE * size), 1) * 2
 
 
-@_compile
+@compiled
 def _blocks(weight: np.ndarray) -> int:
     return -(-weight.shape[0] // (2 * TILE))
 
 
-@_compile
+@compiled
 def _tiles(rows: int) -> int:
     return -(-rows // TILE)
 

@@ -17,8 +17,8 @@ Works on numbers behind pointers; knows nothing about blocks, requests or JAX.
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_here import COLUMNS, LANES
 from dcpjax.models.numba_softmax import clear, round_up, scale, soften
 from dcpjax.models.numba_tile import (
@@ -37,10 +37,8 @@ from dcpjax.models.numba_vector import shifted
 
 ROW = 4 * LANES  # bytes in a row of a tile
 
-_compile = njit(error_model="numpy", nogil=True, cache=True)
 
-
-@_compile
+@compiled
 def pair_rows(stored: Any, stride: int, rows: int, columns: int, to: Any) -> bool:
     """Rows of a bfloat16 cache as pairs; rows from `rows` to the next multiple of TERMS count as 0. Whether all are
     finite."""
@@ -53,7 +51,7 @@ def pair_rows(stored: Any, stride: int, rows: int, columns: int, to: Any) -> boo
     return odd == 0
 
 
-@_compile
+@compiled
 def split_queries(q: Any, queries: int, width: int, to: Any) -> None:
     """q [Q, D] as parts: for each TILE queries those of the first TERMS dimensions, of the next ...; all first parts
     before all second ones."""
@@ -64,7 +62,7 @@ def split_queries(q: Any, queries: int, width: int, to: Any) -> None:
             split_rows(rows, width, shifted(to, (query // TILE * PARTS * width + dim) // TERMS * SIZE), distance)
 
 
-@_compile
+@compiled
 def fold_pairs(
     tile: Any, top: np.ndarray, total: np.ndarray, seen: np.ndarray, count: int, keys: Any, values: Any
 ) -> None:
@@ -103,7 +101,7 @@ def fold_pairs(
             _multiply(shares, terms, terms, pairs, rows, shifted(out, query * width + column), width, True)
 
 
-@_compile
+@compiled
 def _multiply(parts: Any, steps: int, distance: int, pairs: Any, beside: int, to: Any, stride: int, add: bool) -> None:
     """TILE rows by COLUMNS of sums, `stride` apart: parts of `steps` tiles by as many of pairs.
 

@@ -13,28 +13,27 @@ from numba import from_dtype, literally, njit, prange, types
 
 from dcpjax.models.numba_call import arguments, results
 from dcpjax.models.numba_call import array as array_of
+from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_vector import LANES, add_lanes, load, pointer, prefetch, store_sums, zeros_block
 
 BLOCK = 32  # columns of the result that one thread computes before it takes the next
 AHEAD = 2048  # weights: how far ahead of use they are asked for
 
-_compile = njit(error_model="numpy", nogil=True, cache=True)
 
-
-@_compile
+@compiled
 def multiply_in_turn(y: np.ndarray, x: np.ndarray, weight: np.ndarray) -> None:
     """y [N, O] = x [N, I] float32 times weight [O, I], float32 or bfloat16 as uint16; I a multiple of LANES."""
     for block in range(-(-weight.shape[0] // BLOCK)):
         _multiply_block(y, x, weight, block)
 
 
-@njit(error_model="numpy", nogil=True, cache=True, parallel=True)
+@compiled(parallel=True)
 def multiply_in_parallel(y: np.ndarray, x: np.ndarray, weight: np.ndarray) -> None:
     for block in prange(-(-weight.shape[0] // BLOCK)):
         _multiply_block(y, x, weight, block)
 
 
-@_compile
+@compiled
 def _multiply_block(y: np.ndarray, x: np.ndarray, weight: np.ndarray, block: int) -> None:
     first, end, rows, row = block * BLOCK, min((block + 1) * BLOCK, y.shape[1]), y.shape[0], 0
     while rows - row >= 8:
@@ -50,7 +49,7 @@ def _multiply_block(y: np.ndarray, x: np.ndarray, weight: np.ndarray, block: int
         _multiply_rows(1, y, x, weight, first, end, row)
 
 
-@_compile
+@compiled
 def _multiply_rows(
     together: int, y: np.ndarray, x: np.ndarray, weight: np.ndarray, first: int, end: int, row: int
 ) -> None:

@@ -9,8 +9,9 @@ Works on numbers behind pointers; knows nothing about caches or tiles.
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
+from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_here import COLUMNS, LANES
 from dcpjax.models.numba_vector import (
     add,
@@ -25,10 +26,8 @@ from dcpjax.models.numba_vector import (
     zeros,
 )
 
-_compile = njit(error_model="numpy", nogil=True, cache=True)
 
-
-@_compile
+@compiled
 def soften(scores: Any, count: int, before: np.float32) -> tuple[np.float32, np.float32, np.float32]:
     """Scores of one query -> shares in place. Returns the largest score so far, which was `before`, the factor by
     which it shrinks what was summed until now, and the shares' sum.
@@ -47,7 +46,7 @@ def soften(scores: Any, count: int, before: np.float32) -> tuple[np.float32, np.
     return top, keep, horizontal_sum(add(a, b))
 
 
-@_compile
+@compiled
 def _hide(scores: Any, count: int, columns: int) -> None:
     """Vectors are computed whole: what is past `count` gets no share."""
     numbers = carray(scores, columns, np.float32)
@@ -55,7 +54,7 @@ def _hide(scores: Any, count: int, columns: int) -> None:
         numbers[i] = -np.inf
 
 
-@_compile
+@compiled
 def _largest(scores: Any, columns: int) -> np.float32:
     """The maximum. What it makes of NaN does not matter: the exponentials are NaN then."""
     a, b = load(scores, 0), load(scores, LANES)
@@ -64,24 +63,24 @@ def _largest(scores: Any, columns: int) -> np.float32:
     return horizontal_largest(larger(a, b))
 
 
-@_compile
+@compiled
 def scale(sums: Any, width: int, factor: np.float32) -> None:
     for i in range(0, width, LANES):
         store(sums, i, multiply(load(sums, i), spread(factor)))
 
 
-@_compile
+@compiled
 def round_up(count: int, base: int) -> int:
     return -(-count // base) * base
 
 
-@_compile
+@compiled
 def copy(source: Any, to: Any, count: int) -> None:
     for i in range(0, count, LANES):
         store(to, i, load(source, i))
 
 
-@_compile
+@compiled
 def clear(numbers: Any, count: int) -> None:
     for i in range(0, count, LANES):
         store(numbers, i, zeros())

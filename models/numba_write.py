@@ -17,22 +17,21 @@ from numba import from_dtype, njit, prange, types
 
 from dcpjax.models.numba_call import arguments, results
 from dcpjax.models.numba_call import array as array_of
+from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_vector import LANES, pointer, prefetch
 
 RUN = 32  # tokens at most that are written together: their lines stay in the inner cache
 ALONE = 8  # tokens that one thread writes: a second one costs more to wake
 
-_compile = njit(error_model="numpy", nogil=True, cache=True)
 
-
-@_compile
+@compiled
 def write_in_turn(keys: Any, values: Any, k: Any, v: Any, block: np.ndarray, slot: np.ndarray) -> None:
     """Store k and v [N, K, D] at (block, slot) [N] of keys [B, 1, K, D, P] and values [B, 1, K, P, D]; a block past
     the end is dropped."""
     _write(keys, values, k, v, block, slot, 0, block.shape[0])
 
 
-@njit(error_model="numpy", nogil=True, cache=True, parallel=True)
+@compiled(parallel=True)
 def write_in_parallel(keys: Any, values: Any, k: Any, v: Any, block: np.ndarray, slot: np.ndarray) -> None:
     tokens = block.shape[0]
     if tokens <= ALONE:
@@ -42,7 +41,7 @@ def write_in_parallel(keys: Any, values: Any, k: Any, v: Any, block: np.ndarray,
             _write(keys, values, k, v, block, slot, share * RUN, min((share + 1) * RUN, tokens))
 
 
-@_compile
+@compiled
 def _write(keys: Any, values: Any, k: Any, v: Any, block: np.ndarray, slot: np.ndarray, first: int, end: int) -> None:
     """Tokens from `first` to `end`, neighbours of one block together."""
     while first < end:
@@ -56,7 +55,7 @@ def _write(keys: Any, values: Any, k: Any, v: Any, block: np.ndarray, slot: np.n
         first = after
 
 
-@_compile
+@compiled
 def _write_run(keys: Any, values: Any, k: np.ndarray, v: np.ndarray, block: int, slot: int) -> None:
     """k and v [S, K, D] at neighbouring slots."""
     tokens, heads, dims = k.shape
@@ -69,7 +68,7 @@ def _write_run(keys: Any, values: Any, k: np.ndarray, v: np.ndarray, block: int,
                 values[block, 0, head, slot + token, dim] = v[token, head, dim]
 
 
-@_compile
+@compiled
 def _ask(keys: Any, values: Any, block: int, slot: int) -> None:
     """For the cache lines of one slot."""
     _, _, heads, dims, slots = keys.shape
