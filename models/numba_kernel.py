@@ -2,8 +2,9 @@
 
 A work item is one tile, up to some tokens of one request, and one KV head: the slots of the request are visited chunk
 by chunk and folded into a running softmax, as the loop of `attention` does: few queries on the vector units, many of a
-bfloat16 cache on matrix units if the CPU has them, with results that differ in rounding. Items share nothing, so neither
-threads nor other requests change a bit. The value of a slot that is hidden from a token never reaches it, NaN or not.
+bfloat16 cache on matrix units if the CPU has them, with results that differ in rounding. Items share nothing, so
+neither threads nor other requests change a bit. The value of a slot that is hidden from a token never reaches it, NaN
+or not.
 
 Works on plain arrays: knows blocks and slots, knows nothing about JAX.
 """
