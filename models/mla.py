@@ -133,7 +133,7 @@ def run(
         check_vma=False,
     )(q, latent, cache, work, angles, weights.w_uk, weights.w_uv)
     with jax.named_scope("out_projection"):
-        return x.stream + place.constrain(dot(features, weights.o), None, None), cache
+        return place.constrain(dot(features, weights.o, onto=x.stream), None, None), cache
 
 
 def _run_on_device(

@@ -36,7 +36,7 @@ def run(weights: MLPWeights, x: Normed, place: Placement) -> jax.Array:
     if place.lone_cpu and numba_dot.suits_matrix_units(*own):
         return place.constrain(fused_dots(x, *own, gated=True, onto=x.stream)[0], None, None)
     gated = place.constrain(swiglu(x, weights.gate, weights.up, lone_cpu=place.lone_cpu), None, "ffn")
-    return x.stream + place.constrain(dot(gated, weights.down, lone_cpu=place.lone_cpu), None, None)
+    return place.constrain(dot(gated, weights.down, onto=x.stream, lone_cpu=place.lone_cpu), None, None)
 
 
 def swiglu(x: jax.Array | Normed, gate: jax.Array, up: jax.Array, *, lone_cpu: bool = False) -> jax.Array:

@@ -69,7 +69,7 @@ def _write_kernel(stored: np.dtype, parallel: bool) -> str:
     """Name of the custom call for a cache of this dtype, compiled and registered at its first use."""
     from dcpjax.models import numba_call, numba_write  # take a second
 
-    parallel = parallel and numba_call.threads_are_safe()
+    parallel = parallel and numba_call.threads() > 1
     name = f"dcpjax_cache_write_{stored}_{'parallel' if parallel else 'in_turn'}"
     numba_call.register(name, numba_write.kernel(stored, parallel))
     return name
@@ -79,12 +79,11 @@ def _write_kernel(stored: np.dtype, parallel: bool) -> str:
 def _kernel(stored: np.dtype, parallel: bool) -> tuple[str, int, Callable[[int, int, int], int]]:
     """The custom call for a cache of this dtype, compiled and registered at its first use: its name, the threads it
     uses, and the size of the workspace that each of them needs."""
-    import numba  # take a second
+    from dcpjax.models import numba_call, numba_kernel  # take a second
 
-    from dcpjax.models import numba_call, numba_kernel
-
-    parallel = parallel and numba_call.threads_are_safe()
+    threads = numba_call.threads() if parallel else 1
+    parallel = threads > 1
     name = f"dcpjax_attention_{stored}_{'parallel' if parallel else 'in_turn'}"
     units = stored == np.uint16 and numba_here.matrix_units()
     numba_call.register(name, numba_kernel.kernel(stored, parallel, units))
-    return name, numba.get_num_threads() if parallel else 1, numba_kernel.workspace_size
+    return name, threads, numba_kernel.workspace_size

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, cfunc, get_num_threads, njit, types
 from numba.extending import intrinsic
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
@@ -110,6 +110,11 @@ def _handler(run: Any) -> Any:
         return 0  # no error
 
     return handler
+
+
+def threads() -> int:
+    """How many a kernel may use."""
+    return get_num_threads() if threads_are_safe() else 1
 
 
 @once

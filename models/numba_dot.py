@@ -69,17 +69,15 @@ def _vector_target(bfloat16: bool) -> str:
 
     name = f"dcpjax_product_{'bfloat16' if bfloat16 else 'float32'}"
     stored = np.dtype(np.uint16 if bfloat16 else np.float32)
-    numba_call.register(name, numba_product.kernel(stored, numba_call.threads_are_safe()))
+    numba_call.register(name, numba_product.kernel(stored, numba_call.threads() > 1))
     return name
 
 
 @once
 def _matrix_target() -> tuple[str, int, Callable[..., int]]:
     """The same for the matrix units: also the threads that it uses and the size of the workspace they need."""
-    import numba
-
     from dcpjax.models import numba_call, numba_matrix
 
-    threads = numba.get_num_threads() if numba_call.threads_are_safe() else 1
+    threads = numba_call.threads()
     numba_call.register("dcpjax_products", numba_matrix.kernel(threads))
     return "dcpjax_products", threads, numba_matrix.workspace_size

@@ -13,7 +13,7 @@ from numba import literally
 
 from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_here import COLUMNS, LANES
-from dcpjax.models.numba_softmax import clear, round_up, scale, soften
+from dcpjax.models.numba_softmax import clear, round_up, take_shares
 from dcpjax.models.numba_vector import add_products, load, load_block, prefetch_columns, shifted, store, store_block
 
 
@@ -48,10 +48,7 @@ def fold(
         for row in range(query, end):
             limit = min(max(seen[row], 0), count)
             if limit > 0:
-                top[row], keep, gained = soften(shifted(shares, (row - query) * size), limit, top[row])
-                total[row] = total[row] * keep + gained
-                if keep != 1.0:
-                    scale(shifted(out, row * width), width, keep)
+                take_shares(out, width, row, shifted(shares, (row - query) * size), limit, top, total)
         _accumulate(together, shifted(out, query * width), width, shares, size, common, stored[1], width, ahead[1])
         values, stride, step = stored[1]
         rest = (shifted(values, common * stride), stride, step)

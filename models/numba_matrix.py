@@ -21,6 +21,7 @@ from dcpjax.models.numba_call import arguments, results
 from dcpjax.models.numba_call import array as array_of
 from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_tile import (
+    ROW,
     SIZE,
     TERMS,
     TILE,
@@ -52,7 +53,6 @@ from dcpjax.models.numba_vector import (
 
 PANEL_BYTES = 2**20  # of packed rows that stay in a core's cache while all weights meet them
 ALONE = 4  # tiles of rows at most that are packed by one thread: a second one costs more to wake
-ROW = 4 * LANES  # bytes in a row of packed tiles and of sums
 WEIGHTS = 4  # of the arguments, where they begin
 SCRATCH = 5 * SIZE  # float32 numbers for a thread's four tiles of sums and one turned
 
@@ -281,7 +281,7 @@ def _tiles(rows: int) -> int:
 def workspace_size(rows: int, size: int, width: int, threads: int) -> int:
     """float32 numbers: packed rows of x and of what is gated, `width` columns, which take half as many, and each
     thread's scratch and normed rows."""
-    return -(-rows // TILE) * TILE * (size + width) // 2 + threads * (SCRATCH + TILE * size)
+    return _tiles(rows) * TILE * (size + width) // 2 + threads * (SCRATCH + TILE * size)
 
 
 def kernel(threads: int) -> Any:

@@ -20,9 +20,10 @@ import numpy as np
 
 from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_here import COLUMNS, LANES
-from dcpjax.models.numba_softmax import clear, round_up, scale, soften
+from dcpjax.models.numba_softmax import clear, round_up, take_shares
 from dcpjax.models.numba_tile import (
     PARTS,
+    ROW,
     SIZE,
     TERMS,
     TILE,
@@ -34,8 +35,6 @@ from dcpjax.models.numba_tile import (
     store_tile,
 )
 from dcpjax.models.numba_vector import shifted
-
-ROW = 4 * LANES  # bytes in a row of a tile
 
 
 @compiled
@@ -85,10 +84,7 @@ def fold_pairs(
             limit, of_row = min(max(seen[row], 0), count), shifted(scores, (row - query) * size)
             hidden = round_up(limit, COLUMNS)
             if limit > 0:
-                top[row], keep, gained = soften(of_row, limit, top[row])
-                total[row] = total[row] * keep + gained
-                if keep != 1.0:
-                    scale(shifted(out, row * width), width, keep)
+                take_shares(out, width, row, of_row, limit, top, total)
             clear(shifted(of_row, hidden), columns - hidden)
         for row in range(end - query, TILE):
             clear(shifted(scores, row * size), columns)

@@ -21,6 +21,7 @@ from dcpjax.models.numba_vector import (
     larger,
     load,
     multiply,
+    shifted,
     spread,
     store,
     zeros,
@@ -28,7 +29,16 @@ from dcpjax.models.numba_vector import (
 
 
 @compiled
-def soften(scores: Any, count: int, before: np.float32) -> tuple[np.float32, np.float32, np.float32]:
+def take_shares(out: Any, width: int, query: int, scores: Any, count: int, top: np.ndarray, total: np.ndarray) -> None:
+    """Scores of one query -> shares in place. Its sums `out` [Q, D] shrink to the new `top`, its `total` grows."""
+    top[query], keep, gained = _soften(scores, count, top[query])
+    total[query] = total[query] * keep + gained
+    if keep != 1.0:
+        scale(shifted(out, query * width), width, keep)
+
+
+@compiled
+def _soften(scores: Any, count: int, before: np.float32) -> tuple[np.float32, np.float32, np.float32]:
     """Scores of one query -> shares in place. Returns the largest score so far, which was `before`, the factor by
     which it shrinks what was summed until now, and the shares' sum.
     """

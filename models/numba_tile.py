@@ -21,7 +21,8 @@ from numba.extending import intrinsic
 from dcpjax.models.numba_here import LANES
 
 TILE = 16  # rows of a tile; of a result also the columns
-TERMS = 32  # bfloat16 numbers in a row of a factor
+ROW = 4 * LANES  # bytes in a row
+TERMS = ROW // 2  # bfloat16 numbers in a row of a factor
 SIZE = TILE * LANES  # float32 numbers or pairs in a tile
 PARTS = 3  # bfloat16 numbers whose sum is one float32
 
@@ -29,6 +30,7 @@ _BYTE, _WORD, _LONG, _VOID = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.V
 _ANY = _BYTE.as_pointer()
 _WORDS, _HALVES = ir.VectorType(_WORD, LANES), ir.VectorType(ir.IntType(16), TILE)
 _MANY, _MANY_WORDS = ir.VectorType(ir.FloatType(), TERMS), ir.VectorType(_WORD, TERMS)
+_BY_TURNS = ir.Constant(_MANY_WORDS, [index for lane in range(LANES) for index in (lane, LANES + lane)])  # of two
 
 
 @intrinsic
@@ -37,7 +39,7 @@ def configure_tiles(typing: Any) -> Any:
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         # palette 1; from byte 16 the bytes of a row, from 48 the rows
-        halves = [number for byte in range(16, 32, 2) for number in (4 * LANES, 0)]
+        halves = [number for byte in range(16, 32, 2) for number in (ROW, 0)]
         content = bytearray([1, *[0] * 15, *halves, *[0] * 16, *[TILE] * 8, *[0] * 8])
         place = builder.alloca(ir.ArrayType(_BYTE, len(content)))
         builder.store(ir.Constant(ir.ArrayType(_BYTE, len(content)), content), place)
@@ -110,7 +112,7 @@ def pack_pairs(typing: Any, source: Any, stride: Any, count: Any, to: Any) -> An
             present = builder.select(builder.icmp_signed("<", number, last), number, last)
             at = builder.gep(source, [builder.mul(present, stride)])
             rows.append(_rounded(builder, builder.load(builder.bitcast(at, _MANY.as_pointer()), align=4)))
-        _store_rows(builder, _transposed(builder, rows), to, ir.Constant(stride.type, LANES))
+        _store_rows(builder, _transposed(builder, rows), to)
         return context.get_dummy_value()
 
     return types.void(source, types.intp, types.intp, to), generate
@@ -121,9 +123,7 @@ def paired(typing: Any, first: Any, second: Any) -> Any:
     """Two vectors of float32, rounded to bfloat16, as pairs."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        order = ir.Constant(_MANY_WORDS, [index for lane in range(LANES) for index in (lane, LANES + lane)])
-        mixed = builder.shuffle_vector(*values, order)
-        return builder.bitcast(_rounded(builder, mixed), values[0].type)
+        return builder.bitcast(_rounded(builder, builder.shuffle_vector(*values, _BY_TURNS)), values[0].type)
 
     return first(first, second), generate
 
@@ -165,8 +165,7 @@ def pair_up(typing: Any, first: Any, stride: Any, count: Any, to: Any) -> Any:
         for row, at in enumerate((first, builder.gep(first, [stride]))):
             stored = builder.load(builder.bitcast(at, _HALVES.as_pointer()), align=2)
             rows.append(builder.select(builder.icmp_signed(">", count, ir.Constant(count.type, row)), stored, none))
-        order = [index for column in range(TILE) for index in (column, TILE + column)]
-        pairs = builder.shuffle_vector(*rows, ir.Constant(_MANY_WORDS, order))
+        pairs = builder.shuffle_vector(*rows, _BY_TURNS)
         builder.store(builder.bitcast(pairs, _WORDS), builder.bitcast(to, _WORDS.as_pointer()), align=4)
         exponent = ir.Constant(pairs.type, [0x7F80] * TERMS)
         odd = builder.icmp_unsigned("==", builder.and_(pairs, exponent), exponent)
@@ -180,10 +179,9 @@ def transpose(typing: Any, source: Any, to: Any) -> Any:
     """A tile of float32 numbers, row by row at `source`, column by column at `to`."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        at, step = builder.bitcast(values[0], _WORDS.as_pointer()), values[1].type
+        at = builder.bitcast(values[0], _WORDS.as_pointer())
         rows = [builder.load(builder.gep(at, [ir.Constant(_LONG, row)]), align=4) for row in range(TILE)]
-        to = builder.bitcast(values[1], step)
-        _store_rows(builder, _transposed(builder, rows), to, ir.Constant(_LONG, LANES))
+        _store_rows(builder, _transposed(builder, rows), values[1])
         return context.get_dummy_value()
 
     return types.void(source, to), generate
@@ -233,7 +231,8 @@ def _transposed(builder: ir.IRBuilder, rows: Sequence[Any]) -> list[Any]:
     return rows
 
 
-def _store_rows(builder: ir.IRBuilder, rows: Sequence[Any], to: Any, stride: Any) -> None:
-    for row in rows:
-        builder.store(row, builder.bitcast(to, _WORDS.as_pointer()), align=4)
-        to = builder.gep(to, [stride])
+def _store_rows(builder: ir.IRBuilder, rows: Sequence[Any], to: Any) -> None:
+    """One after another, as a tile lies in memory."""
+    at = builder.bitcast(to, _WORDS.as_pointer())
+    for number, row in enumerate(rows):
+        builder.store(row, builder.gep(at, [ir.Constant(_LONG, number)]), align=4)

@@ -18,7 +18,8 @@ from numba import from_dtype, njit, prange, types
 from dcpjax.models.numba_call import arguments, results
 from dcpjax.models.numba_call import array as array_of
 from dcpjax.models.numba_compile import compiled
-from dcpjax.models.numba_vector import LANES, pointer, prefetch
+from dcpjax.models.numba_here import COLUMNS
+from dcpjax.models.numba_vector import pointer, prefetch, prefetch_columns
 
 RUN = 32  # tokens at most that are written together: their lines stay in the inner cache
 ALONE = 8  # tokens that one thread writes: a second one costs more to wake
@@ -77,8 +78,8 @@ def _ask(keys: Any, values: Any, block: int, slot: int) -> None:
         at, row = pointer(keys, own + slot), pointer(values, own + slot * dims)
         for dim in range(dims):
             prefetch(at, dim * slots)
-        for dim in range(0, dims, LANES):
-            prefetch(row, dim)
+        for dim in range(0, dims, COLUMNS):
+            prefetch_columns(row, dim)
 
 
 def kernel(stored: np.dtype, parallel: bool) -> Any:
