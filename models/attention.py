@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from dcpjax.models.kv_cache import AnyCache, Cache, CacheGeometry, locate_chunk
+from dcpjax.models.kv_cache import AnyCache, Cache, CacheGeometry, LayerCache, locate_chunk
 from dcpjax.sharding.exchange import Link, Merge, MergeSize, fastest
 from dcpjax.sharding.merge import MERGES, Partial, flatten_heads, rank
 from dcpjax.sharding.rules import Placement
@@ -357,7 +357,8 @@ def _cpu_body(cache: Cache, runtime: Runtime) -> Callable[..., Partial]:
 
 def choose_store(cache: Cache, runtime: Runtime) -> Callable[..., Any] | None:
     """A kernel on CPUs where `choose_body` has one, else what the cache does itself."""
-    if runtime.attention_body != "auto" or runtime.place.platform != "cpu":
+    layered = isinstance(cache, LayerCache)
+    if not layered or runtime.attention_body != "auto" or runtime.place.platform != "cpu":
         return None
     from dcpjax.models.numba_attention import suits, write_numba
 

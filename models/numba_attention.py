@@ -21,14 +21,21 @@ from dcpjax.sharding.merge import Partial
 
 def suits(cache: Cache, geometry: CacheGeometry) -> bool:
     """Whether kernels can be called here and this one takes a cache like this."""
-    if not isinstance(cache, LayerCache) or cache.keys.dtype not in (jnp.uint16, jnp.float32):
-        return False
-    sizes = (geometry.slots, cache.keys.shape[3], cache.value_dim)
-    return all(size % COLUMNS == 0 for size in sizes) and numba_here.available()
+    stored = _stored(cache)
+    sizes = [cache.value_dim]
+    if isinstance(cache, LayerCache):
+        sizes += [geometry.slots, cache.keys.shape[3]]
+    fits = all(size % COLUMNS == 0 for size in sizes)
+    return fits and stored[0].dtype in (jnp.uint16, jnp.float32) and numba_here.available()
+
+
+def _stored(cache: Cache) -> tuple[jax.Array, ...]:
+    """Its arrays as they are: XLA would copy one that is reshaped after it was written."""
+    return (cache.keys, cache.values) if isinstance(cache, LayerCache) else (cache.latents,)
 
 
 def paged_partial_numba(
-    q: jax.Array, cache: LayerCache, work: Work, geometry: CacheGeometry, rank: jax.Array, *, parallel: bool
+    q: jax.Array, cache: Cache, work: Work, geometry: CacheGeometry, rank: jax.Array, *, parallel: bool
 ) -> Partial:
     """Attention of a step's tokens over the slots of this rank, where `suits` allows it.
 
@@ -36,17 +43,16 @@ def paged_partial_numba(
     `parallel` shares one device's work among all cores: not for several devices that share them already.
     """
     tokens, heads, _ = q.shape
-    shape = (tokens, cache.kv_heads, heads // cache.kv_heads)
+    shape, stored = (tokens, cache.kv_heads, heads // cache.kv_heads), _stored(cache)
     arguments = (
         q.reshape(*shape, -1),
-        cache.keys,  # as they are: XLA would copy a cache that is reshaped after it was written
-        cache.values,
+        *stored,
         work.positions,
         work.rows,
         work.block_table,
         jnp.stack([jnp.int32(geometry.dcp), jnp.int32(geometry.interleave), rank]),
     )
-    name, threads, workspace = _kernel(np.dtype(cache.keys.dtype), parallel)
+    name, threads, workspace = _kernel(np.dtype(stored[0].dtype), len(stored) == 1, parallel)
     workspace = (threads, workspace(geometry.slots, shape[2], cache.value_dim))
     results = [jax.ShapeDtypeStruct(size, jnp.float32) for size in ((*shape, cache.value_dim), shape, workspace)]
     out, lse, _ = jax.ffi.ffi_call(name, results)(*arguments)
@@ -76,14 +82,17 @@ def _write_kernel(stored: np.dtype, parallel: bool) -> str:
 
 
 @once
-def _kernel(stored: np.dtype, parallel: bool) -> tuple[str, int, Callable[[int, int, int], int]]:
+def _kernel(stored: np.dtype, latent: bool, parallel: bool) -> tuple[str, int, Callable[[int, int, int], int]]:
     """The custom call for a cache of this dtype, compiled and registered at its first use: its name, the threads it
     uses, and the size of the workspace that each of them needs."""
     from dcpjax.models import numba_call, numba_kernel  # take a second
 
     threads = numba_call.threads() if parallel else 1
     parallel = threads > 1
-    name = f"dcpjax_attention_{stored}_{'parallel' if parallel else 'in_turn'}"
-    units = stored == np.uint16 and numba_here.matrix_units()
-    numba_call.register(name, numba_kernel.kernel(stored, parallel, units))
+    name = f"dcpjax_{'latent_' if latent else ''}attention_{stored}_{'parallel' if parallel else 'in_turn'}"
+    if latent:
+        run = numba_kernel.latent_kernel(stored, parallel)
+    else:
+        run = numba_kernel.kernel(stored, parallel, stored == np.uint16 and numba_here.matrix_units())
+    numba_call.register(name, run)
     return name, threads, numba_kernel.workspace_size

@@ -14,7 +14,18 @@ from numba import literally
 from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_here import COLUMNS, LANES
 from dcpjax.models.numba_softmax import clear, round_up, take_shares
-from dcpjax.models.numba_vector import add_products, load, load_block, prefetch_columns, shifted, store, store_block
+from dcpjax.models.numba_vector import (
+    add_lanes,
+    add_products,
+    load,
+    load_block,
+    prefetch_columns,
+    shifted,
+    store,
+    store_block,
+    store_sums,
+    zeros_block,
+)
 
 
 @compiled
@@ -34,7 +45,8 @@ def fold(
 ) -> None:
     """Fold `count` slots into the running softmax of all queries, so many at a time.
 
-    `stored` keys and values: pointer, distance of rows and of groups of COLUMNS. `ahead`: what is asked for meanwhile.
+    `stored` keys [D, S] and values [S, D]: pointer, distance of rows and of groups of COLUMNS; keys None where values
+    are also the keys. `ahead`: what is asked for meanwhile.
     """
     out, q, width, shares, size = tile
     for query in range(0, seen.shape[0], literally(together)):
@@ -42,9 +54,7 @@ def fold(
         common, most = min(max(seen[query], 0), count), min(max(seen[end - 1], 0), count)  # later tokens see no less
         if most == 0:
             continue
-        columns = round_up(most, COLUMNS)
-        clear(shares, together * size)
-        _accumulate(together, shares, size, shifted(q, query * width), width, width, stored[0], columns, ahead[0])
+        _score(together, shares, size, shifted(q, query * width), width, stored[0], stored[1], most, ahead[0])
         for row in range(query, end):
             limit = min(max(seen[row], 0), count)
             if limit > 0:
@@ -57,6 +67,31 @@ def fold(
             if more > 0:
                 weights = shifted(shares, (row - query) * size + common)
                 _accumulate(1, shifted(out, row * width), width, weights, size, more, rest, width, ahead[1])
+
+
+@compiled
+def _score(
+    together: int, scores: Any, size: int, q: Any, width: int, keys: Any, values: Any, slots: int, ahead: Any
+) -> None:
+    """scores [together, slots] of queries [together, D] and the slots' keys."""
+    if keys is None:
+        _score_rows(together, scores, size, q, width, values, slots)
+    else:
+        clear(scores, together * size)
+        _accumulate(together, scores, size, q, width, width, keys, round_up(slots, COLUMNS), ahead)
+
+
+@compiled
+def _score_rows(together: int, scores: Any, size: int, q: Any, width: int, stored: Any, slots: int) -> None:
+    """The same of keys [S, D], two slots at a time; an odd last one is scored with itself."""
+    rows, stride, _ = stored
+    for slot in range(0, slots, 2):
+        left = shifted(rows, slot * stride)
+        right = shifted(left, stride if slot + 1 < slots else 0)
+        block = zeros_block(literally(together))
+        for dim in range(0, width, LANES):
+            block = add_lanes(block, q, dim, width, load(left, dim), load(right, dim))
+        store_sums(shifted(scores, slot), size, 1, block)
 
 
 @compiled

@@ -4,7 +4,7 @@ A work item is one tile, up to some tokens of one request, and one KV head: the 
 by chunk and folded into a running softmax, as the loop of `attention` does: few queries on the vector units, many of a
 bfloat16 cache on matrix units if the CPU has them, with results that differ in rounding. Items share nothing, so
 neither threads nor other requests change a bit. The value of a slot that is hidden from a token never reaches it, NaN
-or not.
+or not. Of a latent cache `keys` are None: its one head's values are also its keys.
 
 Works on plain arrays: knows blocks and slots, knows nothing about JAX.
 """
@@ -15,9 +15,9 @@ Works on plain arrays: knows blocks and slots, knows nothing about JAX.
 from typing import Any
 
 import numpy as np
-from numba import from_dtype, njit, prange, types
+from numba import carray, from_dtype, njit, prange, types
 
-from dcpjax.models.numba_call import arguments, results
+from dcpjax.models.numba_call import arguments, data, results, sizes
 from dcpjax.models.numba_call import array as array_of
 from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_fold import fold, raise_rows
@@ -29,6 +29,7 @@ from dcpjax.models.numba_vector import pointer, prefetch_columns, shifted
 
 CHUNK_SLOTS = 256  # scored before their shares are taken: keys, values and scores stay in the inner caches
 TILE_TOKENS = (8, 64)  # least and most of one request that share what is read of its cache
+TILE_QUERIES = 1024  # of all their heads, at most
 ITEMS = 16  # of which there should be no fewer, for threads to share
 SPLIT_TOKENS = 32  # at most, of a step in which a long request's slots are shared by threads
 SPAN_SLOTS = 2048  # of such a share
@@ -57,26 +58,26 @@ def attend_in_parallel(arguments: Any) -> None:
 @compiled
 def _plan(arguments: Any) -> Any:
     """Slots that each token sees, tiles, those that were split, and room for the results of spans."""
-    _, _, _, q, keys, _, positions, rows, _, share, _ = arguments
+    _, _, _, q, _, _, positions, rows, _, share, _ = arguments
     seen = _visible(positions, share)
-    tiles, split = _tiles(seen, rows, keys.shape[2])
+    tiles, split = _tiles(seen, rows, q.shape[1], _most_tokens(q.shape[2]))
     count = np.sum((split[:, 1] - split[:, 0]) * split[:, 3])
     part_out, part_lse = np.empty((count, *q.shape[1:]), np.float32), np.empty((count, *q.shape[1:3]), np.float32)
     return seen, tiles, split, part_out, part_lse
 
 
 @compiled
-def _tiles(seen: np.ndarray, rows: np.ndarray, kv_heads: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tiles [T, 5], those with most work first: first token, the one after its last, first slot, the one after its
-    last, and where its results go among the parts, -1 for the results themselves.
+def _tiles(seen: np.ndarray, rows: np.ndarray, kv_heads: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tiles [T, 5] of at most `most` tokens, those with most work first: first token, the one after its last, first
+    slot, the one after its last, and where its results go among the parts, -1 for the results themselves.
 
     And those that were split [S, 4]: first token, the one after its last, place of the parts, number of spans.
     """
     tokens, starts, splits = rows.shape[0], [0], rows.shape[0] <= SPLIT_TOKENS
-    few = min(max(TILE_TOKENS[0], tokens * kv_heads // ITEMS), TILE_TOKENS[1])
+    few = min(max(TILE_TOKENS[0], tokens * kv_heads // ITEMS), most)
     for token in range(1, tokens):
-        most = TILE_TOKENS[1] if splits and seen[token] > SPAN_SLOTS else few
-        if rows[token] != rows[token - 1] or token - starts[-1] >= most:
+        size = most if splits and seen[token] > SPAN_SLOTS else few
+        if rows[token] != rows[token - 1] or token - starts[-1] >= size:
             starts.append(token)
     starts.append(tokens)
     tiles, part = [(0, 0, 0, 0, -1) for _ in range(0)], 0
@@ -101,13 +102,14 @@ def _tiles(seen: np.ndarray, rows: np.ndarray, kv_heads: int) -> tuple[np.ndarra
 def _attend_items(thread: int, plan: Any, arguments: Any) -> None:
     """Fill in `out` [N, K, G, D] and `lse` [N, K, G], or the parts, of one thread's items: the threads deal.
 
-    q [N, K, G, D] float32, scaled; keys [B, 1, K, D, P] and values [B, 1, K, P, D] as cached; positions and rows [N],
-    table [R, W]: what `Work` holds. `share` of the positions that is cached here: dcp, interleave, rank. `workspace`
-    [threads, `workspace_size`] float32. `units`: whether there are matrix units, None if not.
+    q [N, K, G, D] float32, scaled; keys [B, 1, K, D, P], None of latents, and values [B, 1, K, P, D] as cached;
+    positions and rows [N], table [R, W]: what `Work` holds. `share` of the positions that is cached here: dcp,
+    interleave, rank. `workspace` [threads, `workspace_size`] float32. `units`: whether there are matrix units, None if
+    not.
     """
     seen, tiles, _, part_out, part_lse = plan
     out, lse, workspace, q, keys, values, _, rows, table, _, units = arguments
-    (_, kv_heads, group, width), threads, slots = q.shape, workspace.shape[0], keys.shape[4]
+    (_, kv_heads, group, width), threads, slots = q.shape, workspace.shape[0], values.shape[3]
     items, own = tiles.shape[0] * kv_heads, group * width
     _begin(units)
     for item in range(thread, items, threads):
@@ -188,8 +190,8 @@ def _attend_tile(
     Arithmetic on one part of the cache hides the wait for the next: keys, their values, the next keys and in the end
     those at `after`, an index into blocks and KV heads, with which the thread's next item begins.
     """
-    queries, kv_heads, slots, width = seen.shape[0], keys.shape[2], keys.shape[4], values.shape[4]
-    size, few, block_size = min(slots, CHUNK_SLOTS), queries <= FEW, slots * width
+    queries, kv_heads, slots, width = seen.shape[0], values.shape[2], values.shape[3], values.shape[4]
+    size, few, block_size = chunk_size(slots), queries <= FEW, slots * width
     top, total = np.full(queries, np.float32(-np.inf), np.float32), np.zeros(queries, np.float32)
     if not few:
         _split(units, q, queries, width, _parts(workspace, size, width))
@@ -198,20 +200,38 @@ def _attend_tile(
         offset = done % slots
         count = min(size, slots - offset, last - done)
         first, end = (blocks[done // slots] * kv_heads + kv_head) * block_size, done + count
-        k, v = pointer(keys, first + offset), pointer(values, first + offset * width)
-        following, whole = pointer(keys, after * block_size), True
+        k, v = _read_first(keys, values, first, offset), pointer(values, first + offset * width)
+        following, whole = _read_first(keys, values, after * block_size, 0), True
         if end < last:
-            following = pointer(keys, (blocks[end // slots] * kv_heads + kv_head) * block_size + end % slots)
+            upcoming = (blocks[end // slots] * kv_heads + kv_head) * block_size
+            following = _read_first(keys, values, upcoming, end % slots)
             whole = min(size, slots - end % slots, last - end) == size
-        upcoming, tile, own = (v, following if whole else k), (out, q, width, workspace, size), seen - done
+        ahead, tile, own = (v, following if whole else k), (out, q, width, workspace, size), seen - done
         if few:
-            fold(FEW_TOGETHER, tile, top, total, own, count, ((k, slots, COLUMNS), (v, width, COLUMNS)), upcoming)
+            stored = (_transposed(keys, k, slots), (v, width, COLUMNS))
+            fold(FEW_TOGETHER, tile, top, total, own, count, stored, ahead)
             for line in range(count * width // COLUMNS, size * width // COLUMNS if whole else 0):  # what is left
                 prefetch_columns(following, line * COLUMNS)
         else:
-            _fold_many(units, tile, top, total, own, count, (k, slots), v, upcoming)
+            _fold_many(units, tile, top, total, own, count, _transposed(keys, k, slots), v, ahead)
         done = end
     return _finish(out, width, top, total)
+
+
+@compiled
+def _read_first(keys: Any, values: Any, block: int, slot: int) -> Any:
+    """Where those numbers of a block from some slot on lie that are read first: keys, if there are any."""
+    if keys is None:
+        return pointer(values, block + slot * values.shape[4])
+    return pointer(keys, block + slot)
+
+
+@compiled
+def _transposed(keys: Any, k: Any, slots: int) -> Any:
+    """Keys as `fold` takes them."""
+    if keys is None:
+        return None
+    return k, slots, COLUMNS
 
 
 @compiled
@@ -238,7 +258,12 @@ def _fold_many(
 ) -> None:
     """A chunk for many queries: raised to float32 in `room`, or paired for matrix units, which want it finite."""
     out, _, width, room, size = tile
-    (keys, slots), raised = k, shifted(room, TILE * size)
+    raised = shifted(room, TILE * size)
+    if k is None:
+        copy(v, raised, count * width)
+        fold(TOGETHER, tile, top, total, seen, count, (None, (raised, width, COLUMNS)), ahead)
+        return
+    keys, slots, _ = k
     if units is not None:
         pairs = shifted(raised, size * width)
         pair_rows(keys, slots, width, round_up(count, COLUMNS), raised)
@@ -271,10 +296,22 @@ def _finish(out: Any, width: int, top: np.ndarray, total: np.ndarray) -> np.ndar
     return lse
 
 
+@compiled
+def chunk_size(slots: int) -> int:
+    """Slots of a block that are visited together, in whole vectors."""
+    return round_up(min(slots, CHUNK_SLOTS), COLUMNS)
+
+
+@compiled
+def _most_tokens(group: int) -> int:
+    """Tokens of a tile, at most."""
+    return max(1, min(TILE_TOKENS[1], TILE_QUERIES // group))
+
+
 def workspace_size(slots: int, group: int, width: int) -> int:
     """float32 numbers that a thread needs: a tile's queries and sums, and room for scores, a chunk of keys and of
     values, and the parts of shares and of queries, which take half as many."""
-    size, queries = min(slots, CHUNK_SLOTS), round_up(TILE_TOKENS[1] * group, TILE)
+    size, queries = chunk_size(slots), round_up(_most_tokens(group) * group, TILE)
     return 2 * queries * width + TILE * size + 2 * size * width + PARTS * (TILE * size + queries * width) // 2
 
 
@@ -291,5 +328,23 @@ def kernel(stored: np.dtype, parallel: bool, matrix_units: bool) -> Any:
         filled = (array(made[0]), lse(made[1]), workspace(made[2]))
         step = (ints(given[3]), ints(given[4]), table(given[5]), ints(given[6]))
         attend((*filled, array(given[0]), cached(given[1]), cached(given[2]), *step, units))
+
+    return run
+
+
+def latent_kernel(stored: np.dtype, parallel: bool) -> Any:
+    """The same for latents [B, 1, P, D], given instead of keys and values."""
+    attend, dtype = attend_in_parallel if parallel else attend_in_turn, from_dtype(stored)
+    workspace, lse, array = (array_of(dimensions, types.float32) for dimensions in (2, 3, 4))
+    ints, table = array_of(1, types.int32), array_of(2, types.int32)
+
+    @njit(inline="always")
+    def run(frame: np.ndarray) -> None:
+        given, made = arguments(frame), results(frame)
+        blocks, _, slots, width = sizes(given[1])
+        latents = carray(data(given[1]), (blocks, 1, 1, slots, width), dtype)
+        filled = (array(made[0]), lse(made[1]), workspace(made[2]))
+        step = (ints(given[2]), ints(given[3]), table(given[4]), ints(given[5]))
+        attend((*filled, array(given[0]), None, latents, *step, None))
 
     return run

@@ -6,7 +6,8 @@ TRACE is a Mooncake file, replayed as `bench_trace.py` does; without one made-up
 long history again with every turn. A layout that holds fewer tokens runs fewer requests at once, preempts more and
 forgets histories before they return, which is what rising concurrency shows. Prompts should be longer than a chunk of
 attention on every rank (128 slots x dcp): shorter ones leave ranks little to share.
-Small models with dummy weights on this machine's devices, virtual ones on CPU; ratios are to the first layout.
+Small models with dummy weights on this machine's devices, virtual ones on CPU. The layouts take turns, `--rounds`
+times; ratios are to the first layout in the same round, median [lowest - highest].
 """
 
 import argparse
@@ -36,18 +37,17 @@ def main() -> None:
         f"{int(statistics.median(lengths))}), {options.kv_cache_memory_bytes:,} bytes of cache per device"
     )
     print(
-        "at once | tp x dcp | cache, tokens | tokens/s  ratio | hit rate | cache use | running | gap ms  p50  ratio "
+        "at once | tp x dcp | cache, tokens | tokens/s  ratio  [range]     | hit rate | cache use | running | gap ms  p50  ratio "
         "   p99 | preempted"
     )
     for concurrency in options.concurrency:
-        first: Replay | None = None
-        for tp, dcp in options.layouts:
-            llm = make_llm(tp, dcp, concurrency, options)
+        llms = [make_llm(tp, dcp, concurrency, options) for tp, dcp in options.layouts]
+        for llm in llms:
             run(llm, requests)  # compiles what the trace needs, at every number of running requests
-            before = llm.stats().preemptions
-            replay = run(llm, requests)
-            first = first or replay
-            print(_row(llm, concurrency, (tp, dcp), replay, first, llm.stats().preemptions - before), flush=True)
+        rounds = [[run(llm, requests) for llm in llms] for _ in range(options.rounds)]
+        first, *_ = sides = list(zip(*rounds, strict=True))
+        for shape, llm, replays in zip(options.layouts, llms, sides, strict=True):
+            print(_row(llm, concurrency, shape, replays, first), flush=True)
 
 
 def agents(count: int, turns: int, seed: int) -> list[TraceRequest]:
@@ -89,16 +89,27 @@ def make_llm(tp: int, dcp: int, concurrency: int, options: argparse.Namespace) -
     )
 
 
-def _row(llm: LLM, concurrency: int, layout: tuple[int, int], replay: Replay, first: Replay, preempted: int) -> str:
+def _row(
+    llm: LLM, concurrency: int, layout: tuple[int, int], replays: Sequence[Replay], first: Sequence[Replay]
+) -> str:
     tokens = llm.runner.sizes.num_blocks * llm.runner.geometry.block_size
-    rate, base = replay.generated / replay.seconds, first.generated / first.seconds
-    gap, first_gap = _at(replay.gaps, 50), _at(first.gaps, 50)
-    usage, running = statistics.mean(replay.cache_usage), statistics.mean(replay.running)
+    rates = [replay.generated / replay.seconds for replay in replays]
+    ratios = [rate * base.seconds / base.generated for rate, base in zip(rates, first, strict=True)]
+    spread = f"[{min(ratios):.2f}-{max(ratios):.2f}]"
+    gaps, first_gaps = _pooled(replays, "gaps"), _pooled(first, "gaps")
+    gap = _at(gaps, 50)
     return (
-        f"{concurrency:7} | {layout[0]:2} x {layout[1]:<3} | {tokens:13,} | {rate:8.1f}  {rate / base:4.2f}x | "
-        f"{replay.hit_rate:8.0%} | {usage:9.0%} | {running:7.1f} | "
-        f"{gap * 1e3:11.1f}  {gap / first_gap:4.2f}x {_at(replay.gaps, 99) * 1e3:6.1f} | {preempted:9}"
+        f"{concurrency:7} | {layout[0]:2} x {layout[1]:<3} | {tokens:13,} | "
+        f"{statistics.median(rates):8.1f}  {statistics.median(ratios):4.2f}x  {spread:11} | "
+        f"{statistics.median(replay.hit_rate for replay in replays):8.0%} | "
+        f"{statistics.mean(_pooled(replays, 'cache_usage')):9.0%} | {statistics.mean(_pooled(replays, 'running')):7.1f} | "
+        f"{gap * 1e3:11.1f}  {gap / _at(first_gaps, 50):4.2f}x {_at(gaps, 99) * 1e3:6.1f} | "
+        f"{llm.stats().preemptions:9}"
     )
+
+
+def _pooled(replays: Sequence[Replay], what: str) -> list[float]:
+    return [value for replay in replays for value in getattr(replay, what)]
 
 
 def _at(values: Sequence[float], percent: float) -> float:
@@ -111,6 +122,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", choices=SHAPES, default="mla")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--layouts", type=layout, nargs="+", default=[(8, 1), (1, 8)], metavar="TP,DCP")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--scale", type=int, default=16, help="divides every length of the trace")
     parser.add_argument("--limit", type=int, default=32, help="requests")

@@ -18,7 +18,7 @@ from test_pallas_attention import ROWS, Paging, Span, assert_close, live, paging
 from dcpjax.batch import SHORT_TILE
 from dcpjax.models import numba_call, numba_here
 from dcpjax.models.attention import Work, paged_partial
-from dcpjax.models.kv_cache import CacheGeometry, LatentCache, LayerCache, encode
+from dcpjax.models.kv_cache import CacheGeometry, LayerCache, encode
 from dcpjax.models.numba_attention import paged_partial_numba, suits, write_numba
 from dcpjax.models.numba_kernel import SPAN_SLOTS
 from dcpjax.sharding.merge import Partial, merge
@@ -163,7 +163,6 @@ def test_what_the_kernel_cannot_take_stays_in_the_loop(monkeypatch):
     assert not suits(layer_of(64, 48), geometry)
     assert not suits(layer_of(64, 64, jnp.bfloat16), geometry)
     assert not suits(layer_of(16, 64), CacheGeometry(block_size=16))
-    assert not suits(LatentCache(jax.ShapeDtypeStruct((2, 1, 64, 64), np.float32)), geometry)
     monkeypatch.setattr(numba_here, "available", lambda: False)
     assert not suits(layer_of(64, 64), geometry)
 
