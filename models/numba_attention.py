@@ -70,9 +70,7 @@ def _write_kernel(stored: np.dtype, parallel: bool) -> str:
     from dcpjax.models import numba_call, numba_write  # take a second
 
     parallel = parallel and numba_call.threads() > 1
-    name = f"dcpjax_cache_write_{stored}_{'parallel' if parallel else 'in_turn'}"
-    numba_call.register(name, numba_write.kernel(stored, parallel))
-    return name
+    return numba_call.register(f"dcpjax_cache_write_{stored}", numba_write.kernel(stored), parallel)
 
 
 @once
@@ -82,8 +80,6 @@ def _kernel(stored: np.dtype, parallel: bool) -> tuple[str, int, Callable[[int, 
     from dcpjax.models import numba_call, numba_kernel  # take a second
 
     threads = numba_call.threads() if parallel else 1
-    parallel = threads > 1
-    name = f"dcpjax_attention_{stored}_{'parallel' if parallel else 'in_turn'}"
     units = stored == np.uint16 and numba_here.matrix_units()
-    numba_call.register(name, numba_kernel.kernel(stored, parallel, units))
+    name = numba_call.register(f"dcpjax_attention_{stored}", numba_kernel.kernel(stored, units), threads > 1)
     return name, threads, numba_kernel.workspace_size
