@@ -76,9 +76,7 @@ def _write_kernel(stored: np.dtype, parallel: bool) -> str:
     from dcpjax.models import numba_call, numba_write  # take a second
 
     parallel = parallel and numba_call.threads() > 1
-    name = f"dcpjax_cache_write_{stored}_{'parallel' if parallel else 'in_turn'}"
-    numba_call.register(name, numba_write.kernel(stored, parallel))
-    return name
+    return numba_call.register(f"dcpjax_cache_write_{stored}", numba_write.kernel(stored), parallel)
 
 
 @once
@@ -88,11 +86,9 @@ def _kernel(stored: np.dtype, latent: bool, parallel: bool) -> tuple[str, int, C
     from dcpjax.models import numba_call, numba_kernel  # take a second
 
     threads = numba_call.threads() if parallel else 1
-    parallel = threads > 1
-    name = f"dcpjax_{'latent_' if latent else ''}attention_{stored}_{'parallel' if parallel else 'in_turn'}"
     if latent:
-        run = numba_kernel.latent_kernel(stored, parallel)
+        name, run = f"dcpjax_latent_attention_{stored}", numba_kernel.latent_kernel(stored)
     else:
-        run = numba_kernel.kernel(stored, parallel, stored == np.uint16 and numba_here.matrix_units())
-    numba_call.register(name, run)
-    return name, threads, numba_kernel.workspace_size
+        units = stored == np.uint16 and numba_here.matrix_units()
+        name, run = f"dcpjax_attention_{stored}", numba_kernel.kernel(stored, units)
+    return numba_call.register(name, run, threads > 1), threads, numba_kernel.workspace_size

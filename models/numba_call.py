@@ -13,6 +13,7 @@ handler serves every shape. Knows nothing about what is computed.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
 
 import ctypes
+from collections.abc import Callable
 from functools import cache as once
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, files
@@ -22,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, get_num_threads, njit, types
+from numba import carray, get_num_threads, njit, types
 from numba.extending import intrinsic
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
@@ -30,6 +31,8 @@ from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_here import INTERFACE
 
 VERSION = INTERFACE[0] | INTERFACE[1] << 32  # major and minor, two halves of a word
+NO_ERROR = 0
+_HANDLER = types.int64(types.CPointer(types.int64))  # an error of a call frame
 
 
 @intrinsic
@@ -61,55 +64,53 @@ def sizes(buffer: int) -> np.ndarray:
     return words(header[5], header[4])
 
 
-def array(dimensions: int, dtype: Any) -> Any:
-    """A function from a buffer's address to its array of so many dimensions."""
-
-    @njit(inline="always")
-    def of(buffer: int) -> np.ndarray:
-        return carray(data(buffer), to_fixed_tuple(sizes(buffer), dimensions), dtype)
-
-    return of
+@njit(inline="always")
+def array(buffer: int, dimensions: int, dtype: Any) -> np.ndarray:
+    """What a buffer holds, an array of so many dimensions; their number is written out where it is called."""
+    return carray(data(buffer), to_fixed_tuple(sizes(buffer), dimensions), dtype)
 
 
 @compiled
-def arguments(frame: np.ndarray) -> np.ndarray:
+def is_call(frame: Any) -> bool:
+    """Whether results are wanted. When a handler is registered it is asked for its version, which is answered here."""
+    if frame[1] != 0:
+        words(words(frame[1], 4)[3], 4)[3] = VERSION
+    return frame[1] == 0
+
+
+@compiled
+def arguments(frame: Any) -> np.ndarray:
     """Addresses of the argument buffers."""
     return words(frame[9], frame[7])
 
 
 @compiled
-def results(frame: np.ndarray) -> np.ndarray:
+def results(frame: Any) -> np.ndarray:
     """Addresses of the result buffers."""
     return words(frame[14], frame[12])
 
 
-def register(name: str, run: Any) -> None:
-    """Make `run`, compiled by Numba and given the call frame, the CPU's custom call `name`.
+def register(name: str, run: Callable[[Any], int], parallel: bool) -> str:
+    """Make `run`, which is given a pointer to the call frame and returns NO_ERROR, a custom call of the CPU.
 
-    Once for each name, whichever thread comes first: programs are traced in several at a time.
+    Returns its full name. It is compiled with all that it calls and kept as a whole, so that later starts only read it:
+    under that name, since Numba does not compare whether it is parallel, but does compare what it closes over, which
+    therefore are plain values. Once for each name, whichever thread comes first: programs are traced in several at a
+    time.
     """
+    name = f"{name}_{'parallel' if parallel else 'in_turn'}"
     with _registering:
         if name not in _registered:
-            handler = _handler(run)
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
+            run.__qualname__ = name
+            handler = compiled(run, parallel=parallel)
+            address = types.CompileResultWAP(handler.get_compile_result(_HANDLER)).__wrapper_address__()
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.c_void_p(address)), platform="cpu")
             _registered[name] = handler  # or its code would be freed
+    return name
 
 
 _registered: dict[str, Any] = {}
 _registering = Lock()
-
-
-def _handler(run: Any) -> Any:
-    @cfunc(types.int64(types.CPointer(types.int64)), error_model="numpy")
-    def handler(frame_pointer: Any) -> int:
-        frame = carray(frame_pointer, 15)
-        if frame[1] != 0:  # only asked for its version, when it is registered
-            words(words(frame[1], 4)[3], 4)[3] = VERSION
-        else:
-            run(frame)
-        return 0  # no error
-
-    return handler
 
 
 def threads() -> int:

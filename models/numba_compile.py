@@ -9,7 +9,6 @@ functions and instructions from other files are part of it. Here the folder's na
 
 from collections.abc import Callable
 from functools import cache as once
-from functools import partial as bind
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
@@ -19,10 +18,8 @@ from numba import njit
 from numba.core import config
 
 
-def compiled(function: Callable[..., Any] | None = None, *, parallel: bool = False) -> Any:
+def compiled(function: Callable[..., Any], *, parallel: bool = False) -> Any:
     """Decorator: compiled at its first call, without Python's lock, dividing by zero as numpy does."""
-    if function is None:
-        return bind(compiled, parallel=parallel)
     with _choosing:
         before, config.CACHE_DIR = config.CACHE_DIR, str(folder())
         try:

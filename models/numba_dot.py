@@ -67,10 +67,8 @@ def _vector_target(bfloat16: bool) -> str:
     """Name of the custom call for weights of this dtype, compiled and registered at its first use."""
     from dcpjax.models import numba_call, numba_product  # take a second
 
-    name = f"dcpjax_product_{'bfloat16' if bfloat16 else 'float32'}"
     stored = np.dtype(np.uint16 if bfloat16 else np.float32)
-    numba_call.register(name, numba_product.kernel(stored, numba_call.threads() > 1))
-    return name
+    return numba_call.register(f"dcpjax_product_{stored}", numba_product.kernel(stored), numba_call.threads() > 1)
 
 
 @once
@@ -79,5 +77,5 @@ def _matrix_target() -> tuple[str, int, Callable[..., int]]:
     from dcpjax.models import numba_call, numba_matrix
 
     threads = numba_call.threads()
-    numba_call.register("dcpjax_products", numba_matrix.kernel(threads))
-    return "dcpjax_products", threads, numba_matrix.workspace_size
+    name = numba_call.register("dcpjax_products", numba_matrix.kernel(threads), threads > 1)
+    return name, threads, numba_matrix.workspace_size

@@ -12,13 +12,13 @@ Works on plain arrays: knows blocks and slots, knows nothing about JAX.
 # Numba calls these functions otherwise than they are defined
 # pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import carray, from_dtype, njit, prange, types
+from numba import carray, float32, int32, njit, prange
 
-from dcpjax.models.numba_call import arguments, data, results, sizes
-from dcpjax.models.numba_call import array as array_of
+from dcpjax.models.numba_call import NO_ERROR, arguments, array, data, is_call, results, sizes
 from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_fold import fold, raise_rows
 from dcpjax.models.numba_here import COLUMNS
@@ -38,20 +38,12 @@ FEW_TOGETHER = 4  # the same where there are at most
 FEW = 8  # queries: these read the cache itself, more of them a copy raised to float32, or matrix units a packed one
 
 
-@compiled
-def attend_in_turn(arguments: Any) -> None:
-    """All items on one core; `arguments` as `_attend_items` names them."""
-    plan = _plan(arguments)
-    _attend_items(0, plan, arguments)
-    _merge(plan, arguments)
-
-
-@compiled(parallel=True)
-def attend_in_parallel(arguments: Any) -> None:
-    """As many threads as have a workspace."""
+@njit(inline="always")
+def _attend(arguments: Any) -> None:
+    """`arguments` as `_attend_items` names them; as many threads as have a workspace."""
     plan = _plan(arguments)
     for thread in prange(arguments[2].shape[0]):
-        _attend_items(thread, plan, arguments)
+        _attend_items(np.int64(thread), plan, arguments)  # for prange's uint64 it would be compiled once more
     _merge(plan, arguments)
 
 
@@ -133,7 +125,8 @@ def _attend_items(thread: int, plan: Any, arguments: Any) -> None:
             else:
                 place, made, made_lse = tile[4] + token, pointer(part_out, 0), part_lse
             copy(shifted(sums, token * own), shifted(made, (place * kv_heads + head) * own), own)
-            made_lse[place, head] = lses[token * group : (token + 1) * group]
+            for one in range(group):
+                made_lse[place, head, one] = lses[token * group + one]
     _end(units)
 
 
@@ -315,36 +308,34 @@ def workspace_size(slots: int, group: int, width: int) -> int:
     return 2 * queries * width + TILE * size + 2 * size * width + PARTS * (TILE * size + queries * width) // 2
 
 
-def kernel(stored: np.dtype, parallel: bool, matrix_units: bool) -> Any:
+def kernel(stored: np.dtype, matrix_units: bool) -> Callable[[Any], int]:
     """A custom call for caches of this dtype; arguments and results are those of `_attend_items`. Matrix units take
     bfloat16 caches alone."""
-    attend, cached = attend_in_parallel if parallel else attend_in_turn, array_of(5, from_dtype(stored))
-    workspace, lse, array = (array_of(dimensions, types.float32) for dimensions in (2, 3, 4))
-    ints, table, units = array_of(1, types.int32), array_of(2, types.int32), True if matrix_units else None
+    units = True if matrix_units else None
 
-    @njit(inline="always")
-    def run(frame: np.ndarray) -> None:
-        given, made = arguments(frame), results(frame)
-        filled = (array(made[0]), lse(made[1]), workspace(made[2]))
-        step = (ints(given[3]), ints(given[4]), table(given[5]), ints(given[6]))
-        attend((*filled, array(given[0]), cached(given[1]), cached(given[2]), *step, units))
+    def run(frame: Any) -> int:
+        if is_call(frame):
+            given, made = arguments(frame), results(frame)
+            filled = array(made[0], 4, float32), array(made[1], 3, float32), array(made[2], 2, float32)
+            q, keys, values = array(given[0], 4, float32), array(given[1], 5, stored), array(given[2], 5, stored)
+            step = array(given[3], 1, int32), array(given[4], 1, int32), array(given[5], 2, int32)
+            _attend((*filled, q, keys, values, *step, array(given[6], 1, int32), units))
+        return NO_ERROR
 
     return run
 
 
-def latent_kernel(stored: np.dtype, parallel: bool) -> Any:
+def latent_kernel(stored: np.dtype) -> Callable[[Any], int]:
     """The same for latents [B, 1, P, D], given instead of keys and values."""
-    attend, dtype = attend_in_parallel if parallel else attend_in_turn, from_dtype(stored)
-    workspace, lse, array = (array_of(dimensions, types.float32) for dimensions in (2, 3, 4))
-    ints, table = array_of(1, types.int32), array_of(2, types.int32)
 
-    @njit(inline="always")
-    def run(frame: np.ndarray) -> None:
-        given, made = arguments(frame), results(frame)
-        blocks, _, slots, width = sizes(given[1])
-        latents = carray(data(given[1]), (blocks, 1, 1, slots, width), dtype)
-        filled = (array(made[0]), lse(made[1]), workspace(made[2]))
-        step = (ints(given[2]), ints(given[3]), table(given[4]), ints(given[5]))
-        attend((*filled, array(given[0]), None, latents, *step, None))
+    def run(frame: Any) -> int:
+        if is_call(frame):
+            given, made = arguments(frame), results(frame)
+            filled = array(made[0], 4, float32), array(made[1], 3, float32), array(made[2], 2, float32)
+            blocks, _, slots, width = sizes(given[1])
+            latents = carray(data(given[1]), (blocks, 1, 1, slots, width), stored)
+            step = array(given[2], 1, int32), array(given[3], 1, int32), array(given[4], 2, int32)
+            _attend((*filled, array(given[0], 4, float32), None, latents, *step, array(given[5], 1, int32), None))
+        return NO_ERROR
 
     return run

@@ -12,13 +12,13 @@ Works on plain arrays: knows nothing about JAX or models.
 # Numba calls these functions otherwise than they are defined
 # pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit, prange, types, uint16
+from numba import float32, njit, prange, uint16
 
-from dcpjax.models.numba_call import arguments, results
-from dcpjax.models.numba_call import array as array_of
+from dcpjax.models.numba_call import NO_ERROR, arguments, array, is_call, results
 from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_tile import (
     ROW,
@@ -56,48 +56,37 @@ ALONE = 4  # tiles of rows at most that are packed by one thread: a second one c
 WEIGHTS = 4  # of the arguments, where they begin
 SCRATCH = 5 * SIZE  # float32 numbers for a thread's four tiles of sums and one turned
 
-_rows_at, _weight_at, _numbers_at = array_of(2, types.float32), array_of(2, uint16), array_of(1, types.float32)
-_norm_at = array_of(1, uint16)
 
-
-@compiled
-def multiply_in_turn(given: np.ndarray, made: np.ndarray, threads: int) -> None:
+@njit(inline="always")
+def _multiply(given: np.ndarray, made: np.ndarray, threads: int) -> None:
     """Each result [N, O] = x [N, I] float32 times its weight [O, I]; O at least TILE, I a multiple of TERMS.
 
     `given`: addresses of x, of `settings`, of a norm's weight [I], of what is added to the only result, [N, O] float32,
     and of the weights; weights are bfloat16. `made`: those of the results, float32, and of a workspace
-    [`workspace_size`] float32. All on one core.
+    [`workspace_size`] float32.
 
     Settings, float32 [4]: whether gate and up [F, I] are the first two weights; then what meets the next one [F, N],
     F a multiple of TERMS, is silu(x gate) * (x up), rounded to bfloat16. Whether x is normed, whether something is
     added, the norm's epsilon.
     """
-    _pack_share(0, 1, given, made)
-    if _numbers_at(given[1])[0] != 0.0:
-        _gate_share(0, 1, given, made)
-    _multiply_share(0, 1, given, made)
-
-
-@compiled(parallel=True)
-def multiply_in_parallel(given: np.ndarray, made: np.ndarray, threads: int) -> None:
-    if _tiles(_rows_at(given[0]).shape[0]) <= ALONE:
+    if _tiles(array(given[0], 2, float32).shape[0]) <= ALONE:
         _pack_share(0, 1, given, made)
     else:
         for thread in prange(threads):
-            _pack_share(thread, threads, given, made)
-    if _numbers_at(given[1])[0] != 0.0:
+            _pack_share(np.int64(thread), threads, given, made)  # for prange's uint64 it would be compiled once more
+    if array(given[1], 1, float32)[0] != 0.0:
         for thread in prange(threads):
-            _gate_share(thread, threads, given, made)
+            _gate_share(np.int64(thread), threads, given, made)
     for thread in prange(threads):
-        _multiply_share(thread, threads, given, made)
+        _multiply_share(np.int64(thread), threads, given, made)
 
 
 @compiled
 def _pack_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray) -> None:
     """Rows of x, normed or not, as the other factor of `multiply_tiles`."""
-    x, settings, norm = _rows_at(given[0]), _numbers_at(given[1]), pointer(_norm_at(given[2]), 0)
+    x, settings, norm = array(given[0], 2, float32), array(given[1], 1, float32), pointer(array(given[2], 1, uint16), 0)
     (rows, size), width = x.shape, _gated_width(given)
-    packed, _, _, normed = _regions(_numbers_at(made[-1]), rows, size, width, thread)
+    packed, _, _, normed = _regions(array(made[-1], 1, float32), rows, size, width, thread)
     for tile in range(thread, _tiles(rows), threads):
         count, source = min(rows - tile * TILE, TILE), pointer(x, tile * TILE * size)
         if settings[1] != 0.0:
@@ -123,9 +112,9 @@ def _norm(row: Any, weight: Any, epsilon: np.float32, size: int, to: Any) -> Non
 @compiled
 def _gate_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray) -> None:
     """One thread's columns of gate and up. What becomes of them is packed, after the rows of x."""
-    x, gate, up = _rows_at(given[0]), _weight_at(given[WEIGHTS]), _weight_at(given[WEIGHTS + 1])
+    x, gate, up = array(given[0], 2, float32), array(given[WEIGHTS], 2, uint16), array(given[WEIGHTS + 1], 2, uint16)
     (rows, size), width = x.shape, gate.shape[0]
-    packed, hidden, scratch, _ = _regions(_numbers_at(made[-1]), rows, size, width, thread)
+    packed, hidden, scratch, _ = _regions(array(made[-1], 1, float32), rows, size, width, thread)
     blocks, panel = width // TILE, _panel(size)
     configure_tiles()
     for tile in range(0, _tiles(rows), panel):
@@ -140,18 +129,19 @@ def _gate_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray) 
 @compiled
 def _multiply_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray) -> None:
     """One thread's columns of all results: neighbours, as they lie in memory."""
-    x, settings, onto, width = _rows_at(given[0]), _numbers_at(given[1]), _rows_at(given[3]), _gated_width(given)
-    packed, hidden, scratch, _ = _regions(_numbers_at(made[-1]), x.shape[0], x.shape[1], width, thread)
+    x, settings, onto = array(given[0], 2, float32), array(given[1], 1, float32), array(given[3], 2, float32)
+    width = _gated_width(given)
+    packed, hidden, scratch, _ = _regions(array(made[-1], 1, float32), x.shape[0], x.shape[1], width, thread)
     tiles, weights, factor = _tiles(x.shape[0]), given[WEIGHTS + 2 if width else WEIGHTS :], hidden if width else packed
-    size, blocks = _weight_at(weights[0]).shape[1], 0
+    size, blocks = array(weights[0], 2, uint16).shape[1], 0
     for weight in weights:
-        blocks += _blocks(_weight_at(weight))
+        blocks += _blocks(array(weight, 2, uint16))
     first, end, panel = blocks * thread // threads, blocks * (thread + 1) // threads, _panel(size)
     configure_tiles()
     for tile in range(0, tiles, panel):
         passed, own = 0, (tile, min(tile + panel, tiles))
         for index, place in enumerate(weights):
-            weight, to = _weight_at(place), (_rows_at(made[index]), onto, hidden, width)
+            weight, to = array(place, 2, uint16), (array(made[index], 2, float32), onto, hidden, width)
             count, last = _blocks(weight), weight.shape[0] - TILE
             for block in range(max(first - passed, 0), min(end - passed, count)):
                 columns = min(2 * block * TILE, last), min((2 * block + 1) * TILE, last)
@@ -259,7 +249,7 @@ def _regions(workspace: np.ndarray, rows: int, size: int, width: int, thread: in
 
 @compiled
 def _gated_width(given: np.ndarray) -> int:
-    return _weight_at(given[WEIGHTS]).shape[0] if _numbers_at(given[1])[0] != 0.0 else 0
+    return array(given[WEIGHTS], 2, uint16).shape[0] if array(given[1], 1, float32)[0] != 0.0 else 0
 
 
 @compiled
@@ -284,12 +274,12 @@ def workspace_size(rows: int, size: int, width: int, threads: int) -> int:
     return _tiles(rows) * TILE * (size + width) // 2 + threads * (SCRATCH + TILE * size)
 
 
-def kernel(threads: int) -> Any:
-    """A custom call: `given` -> `made` of `multiply_in_turn`."""
-    multiply = multiply_in_parallel if threads > 1 else multiply_in_turn
+def kernel(threads: int) -> Callable[[Any], int]:
+    """A custom call: `given` -> `made` of `_multiply`."""
 
-    @njit(inline="always")
-    def run(frame: np.ndarray) -> None:
-        multiply(arguments(frame), results(frame), threads)
+    def run(frame: Any) -> int:
+        if is_call(frame):
+            _multiply(arguments(frame), results(frame), threads)
+        return NO_ERROR
 
     return run

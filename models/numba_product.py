@@ -6,13 +6,13 @@ Works on plain arrays: knows nothing about JAX or models.
 # Numba calls these functions otherwise than they are defined
 # pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import from_dtype, literally, njit, prange, types
+from numba import float32, literally, njit, prange
 
-from dcpjax.models.numba_call import arguments, results
-from dcpjax.models.numba_call import array as array_of
+from dcpjax.models.numba_call import NO_ERROR, arguments, array, is_call, results
 from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_vector import LANES, add_lanes, load, pointer, prefetch, store_sums, zeros_block
 
@@ -20,17 +20,11 @@ BLOCK = 32  # columns of the result that one thread computes before it takes the
 AHEAD = 2048  # weights: how far ahead of use they are asked for
 
 
-@compiled
-def multiply_in_turn(y: np.ndarray, x: np.ndarray, weight: np.ndarray) -> None:
+@njit(inline="always")
+def _multiply(y: np.ndarray, x: np.ndarray, weight: np.ndarray) -> None:
     """y [N, O] = x [N, I] float32 times weight [O, I], float32 or bfloat16 as uint16; I a multiple of LANES."""
-    for block in range(-(-weight.shape[0] // BLOCK)):
-        _multiply_block(y, x, weight, block)
-
-
-@compiled(parallel=True)
-def multiply_in_parallel(y: np.ndarray, x: np.ndarray, weight: np.ndarray) -> None:
     for block in prange(-(-weight.shape[0] // BLOCK)):
-        _multiply_block(y, x, weight, block)
+        _multiply_block(y, x, weight, np.int64(block))  # for prange's uint64 it would be compiled once more
 
 
 @compiled
@@ -66,14 +60,13 @@ def _multiply_rows(
         store_sums(pointer(y, row * columns + column), columns, other - column, sums)
 
 
-def kernel(stored: np.dtype, parallel: bool) -> Any:
+def kernel(stored: np.dtype) -> Callable[[Any], int]:
     """A custom call (x [N, I] float32, weight [O, I] of this dtype) -> y [N, O] float32."""
-    multiply = multiply_in_parallel if parallel else multiply_in_turn
-    array, weight_array = array_of(2, types.float32), array_of(2, from_dtype(stored))
 
-    @njit(inline="always")
-    def run(frame: np.ndarray) -> None:
-        given = arguments(frame)
-        multiply(array(results(frame)[0]), array(given[0]), weight_array(given[1]))
+    def run(frame: Any) -> int:
+        if is_call(frame):
+            given, made = arguments(frame), results(frame)
+            _multiply(array(made[0], 2, float32), array(given[0], 2, float32), array(given[1], 2, stored))
+        return NO_ERROR
 
     return run

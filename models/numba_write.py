@@ -10,13 +10,13 @@ Works on plain arrays: knows blocks and slots, knows nothing about JAX.
 # Numba calls these functions otherwise than they are defined
 # pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import from_dtype, njit, prange, types
+from numba import int32, njit, prange
 
-from dcpjax.models.numba_call import arguments, results
-from dcpjax.models.numba_call import array as array_of
+from dcpjax.models.numba_call import NO_ERROR, arguments, array, is_call, results
 from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_here import COLUMNS
 from dcpjax.models.numba_vector import pointer, prefetch, prefetch_columns
@@ -25,21 +25,17 @@ RUN = 32  # tokens at most that are written together: their lines stay in the in
 ALONE = 8  # tokens that one thread writes: a second one costs more to wake
 
 
-@compiled
-def write_in_turn(keys: Any, values: Any, k: Any, v: Any, block: np.ndarray, slot: np.ndarray) -> None:
+@njit(inline="always")
+def _write_all(keys: Any, values: Any, k: Any, v: Any, block: np.ndarray, slot: np.ndarray) -> None:
     """Store k and v [N, K, D] at (block, slot) [N] of keys [B, 1, K, D, P] and values [B, 1, K, P, D]; a block past
     the end is dropped."""
-    _write(keys, values, k, v, block, slot, 0, block.shape[0])
-
-
-@compiled(parallel=True)
-def write_in_parallel(keys: Any, values: Any, k: Any, v: Any, block: np.ndarray, slot: np.ndarray) -> None:
     tokens = block.shape[0]
     if tokens <= ALONE:
         _write(keys, values, k, v, block, slot, 0, tokens)
     else:
         for share in prange(-(-tokens // RUN)):
-            _write(keys, values, k, v, block, slot, share * RUN, min((share + 1) * RUN, tokens))
+            first = np.int64(share) * RUN  # for prange's uint64 `_write` would be compiled once more
+            _write(keys, values, k, v, block, slot, first, min(first + RUN, tokens))
 
 
 @compiled
@@ -82,14 +78,15 @@ def _ask(keys: Any, values: Any, block: int, slot: int) -> None:
             prefetch_columns(row, dim)
 
 
-def kernel(stored: np.dtype, parallel: bool) -> Any:
+def kernel(stored: np.dtype) -> Callable[[Any], int]:
     """A custom call (keys, values, k, v, block, slot), the first two of which are its results."""
-    write = write_in_parallel if parallel else write_in_turn
-    cached, new, ints = array_of(5, from_dtype(stored)), array_of(3, from_dtype(stored)), array_of(1, types.int32)
 
-    @njit(inline="always")
-    def run(frame: np.ndarray) -> None:
-        given, made = arguments(frame), results(frame)
-        write(cached(made[0]), cached(made[1]), new(given[2]), new(given[3]), ints(given[4]), ints(given[5]))
+    def run(frame: Any) -> int:
+        if is_call(frame):
+            given, made = arguments(frame), results(frame)
+            keys, values = array(made[0], 5, stored), array(made[1], 5, stored)
+            k, v = array(given[2], 3, stored), array(given[3], 3, stored)
+            _write_all(keys, values, k, v, array(given[4], 1, int32), array(given[5], 1, int32))
+        return NO_ERROR
 
     return run

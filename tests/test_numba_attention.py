@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numba import njit
 from test_attention import dense
 from test_pallas_attention import ROWS, Paging, Span, assert_close, live, paging, scheduled
 
@@ -172,12 +171,13 @@ def test_threads_are_used_here_since_the_test_dependencies_bring_their_library()
 
 
 def test_a_kernel_is_registered_once_however_many_threads_ask_for_it():
-    def run(frame: np.ndarray) -> None:
-        frame[0] = frame[0]
+    def run(frame: Any) -> int:
+        numba_call.is_call(frame)
+        return numba_call.NO_ERROR
 
     with ThreadPoolExecutor(4) as pool:
-        for asked in [pool.submit(numba_call.register, "dcpjax_registered_once", njit(run)) for _ in range(4)]:
-            asked.result()
+        for asked in [pool.submit(numba_call.register, "dcpjax_registered_once", run, False) for _ in range(4)]:
+            assert asked.result() == "dcpjax_registered_once_in_turn"
 
 
 def test_an_interface_of_another_version_is_left_alone():

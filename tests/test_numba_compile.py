@@ -1,10 +1,23 @@
 """Where compiled functions are kept."""
 
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
+import pytest
 from numba.core import config
 
-from dcpjax.models import numba_compile, numba_kernel, numba_matrix, numba_tile
+from dcpjax.models import (
+    numba_attention,
+    numba_call,
+    numba_compile,
+    numba_dot,
+    numba_kernel,
+    numba_matrix,
+    numba_tile,
+    numba_write,
+)
 
 
 def test_every_file_of_kernels_is_part_of_the_folders_name(tmp_path, monkeypatch):
@@ -24,6 +37,33 @@ def test_every_file_of_kernels_is_part_of_the_folders_name(tmp_path, monkeypatch
 
 
 def test_kernels_are_kept_there_and_functions_of_the_user_where_he_says():
-    for kernel in (numba_kernel.attend_in_turn, numba_matrix.multiply_in_parallel):
-        assert str(numba_compile.folder()) in kernel.stats.cache_path
+    for function in (numba_kernel._attend_items, numba_matrix._multiply_share):
+        assert str(numba_compile.folder()) in function.stats.cache_path
     assert "dcpjax-" not in vars(config)["CACHE_DIR"]
+
+
+STARTS_AGAIN = """
+import numpy as np
+from numba.core import event
+from dcpjax.models import numba_attention, numba_dot
+passes = event.RecordingListener()
+event.register("numba:run_pass", passes)
+numba_attention._write_kernel(np.dtype(np.uint16), {parallel})
+numba_dot._vector_target(True)
+assert not passes.buffer, len(passes.buffer)
+"""
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_kernel_that_is_kept_is_not_compiled_again(parallel):
+    """Numba would link what a handler calls into it, and translate all of that, at every start."""
+    numba_attention._write_kernel(np.dtype(np.uint16), parallel)
+    numba_dot._vector_target(True)
+    subprocess.run([sys.executable, "-c", STARTS_AGAIN.format(parallel=parallel)], check=True, timeout=120)
+
+
+def test_a_kernel_is_kept_under_its_name_since_numba_ignores_whether_it_is_parallel():
+    run = numba_write.kernel(np.dtype(np.uint16))
+    for parallel in (False, True):
+        name = numba_call.register("dcpjax_cache_write_uint16", run, parallel)
+        assert len(list(numba_compile.folder().rglob(f"numba_write.{name}-*.nbi"))) == 1
