@@ -13,12 +13,13 @@ from numba import literally
 
 from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_here import COLUMNS, LANES
-from dcpjax.models.numba_softmax import clear, round_up, take_shares
+from dcpjax.models.numba_softmax import clear, round_up, take_shares, within
 from dcpjax.models.numba_vector import (
     add_lanes,
     add_products,
     load,
     load_block,
+    pointer,
     prefetch_columns,
     shifted,
     store,
@@ -29,10 +30,10 @@ from dcpjax.models.numba_vector import (
 
 
 @compiled
-def raise_rows(stored: Any, stride: int, rows: int, columns: int, to: Any) -> None:
-    """Rows of `stored` as float32, COLUMNS of them after another: [columns / COLUMNS, rows, COLUMNS]."""
-    at = 0
+def raise_rows(stored: Any, stride: int, rows: int, columns: int, to: Any, between: int) -> None:
+    """Rows of `stored` as float32, COLUMNS of them after another: the next COLUMNS begin `between` further."""
     for column in range(0, columns, COLUMNS):
+        at = column // COLUMNS * between
         for row in range(rows):
             store(to, at, load(stored, row * stride + column))
             store(to, at + LANES, load(stored, row * stride + column + LANES))
@@ -41,43 +42,72 @@ def raise_rows(stored: Any, stride: int, rows: int, columns: int, to: Any) -> No
 
 @compiled
 def fold(
-    together: int, tile: Any, top: np.ndarray, total: np.ndarray, seen: np.ndarray, count: int, stored: Any, ahead: Any
+    together: int,
+    tile: Any,
+    top: np.ndarray,
+    total: np.ndarray,
+    seen: np.ndarray,
+    done: int,
+    count: int,
+    stored: Any,
+    places: np.ndarray,
+    ahead: Any,
 ) -> None:
-    """Fold `count` slots into the running softmax of all queries, so many at a time.
+    """Fold `count` slots, those after the first `done`, into the running softmax of all queries, so many at a time.
 
     `stored` keys [D, S] and values [S, D]: pointer, distance of rows and of groups of COLUMNS; keys None where values
-    are also the keys. `ahead`: what is asked for meanwhile.
+    are also the keys. They lie in pieces of so many slots, the third: how much further each begins, `places` tells, and
+    after that of what is asked for meanwhile, `ahead`: while keys are read and while values are.
     """
-    out, q, width, shares, size = tile
+    (out, q, width, shares, size), (keys, values, slots) = tile, stored
+    limits, tops, totals, at = pointer(seen, 0), pointer(top, 0), pointer(total, 0), pointer(places, 0)
+    pieces = places.shape[0] // 2
     for query in range(0, seen.shape[0], literally(together)):
         end = min(query + together, seen.shape[0])
-        common, most = min(max(seen[query], 0), count), min(max(seen[end - 1], 0), count)  # later tokens see no less
+        common, most = within(limits[query] - done, count), within(limits[end - 1] - done, count)  # later: no less
         if most == 0:
             continue
-        _score(together, shares, size, shifted(q, query * width), width, stored[0], stored[1], most, ahead[0])
+        own, sums = shifted(q, query * width), shifted(out, query * width)
+        clear(shares, together * size)
+        for piece in range(-(-most // slots)):
+            first, to = piece * slots, shifted(shares, piece * slots)
+            k, v, coming = _moved(keys, at[piece], 0), _moved(values, at[piece], 0), shifted(ahead[0], at[piece])
+            _score(together, to, size, own, width, k, v, min(slots, most - first), coming)
         for row in range(query, end):
-            limit = min(max(seen[row], 0), count)
+            limit = within(limits[row] - done, count)
             if limit > 0:
-                take_shares(out, width, row, shifted(shares, (row - query) * size), limit, top, total)
-        _accumulate(together, shifted(out, query * width), width, shares, size, common, stored[1], width, ahead[1])
-        values, stride, step = stored[1]
-        rest = (shifted(values, common * stride), stride, step)
+                scores = shifted(shares, (row - query) * size)
+                take_shares(shifted(out, row * width), width, scores, limit, shifted(tops, row), shifted(totals, row))
+        for piece in range(-(-common // slots)):
+            first, coming = piece * slots, shifted(ahead[1], at[pieces + piece])
+            v, rows = _moved(values, at[piece], 0), min(slots, common - first)
+            _accumulate(together, sums, width, shifted(shares, first), size, rows, v, width, coming)
         for row in range(query + 1, end):
-            more = min(max(seen[row], 0), count) - common
-            if more > 0:
-                weights = shifted(shares, (row - query) * size + common)
-                _accumulate(1, shifted(out, row * width), width, weights, size, more, rest, width, ahead[1])
+            limit = within(limits[row] - done, count)
+            for piece in range(common // slots, -(-limit // slots)):
+                first = max(common, piece * slots)
+                rest, rows = _moved(values, at[piece], first - piece * slots), min(limit, (piece + 1) * slots) - first
+                weights = shifted(shares, (row - query) * size + first)
+                _accumulate(1, shifted(out, row * width), width, weights, size, rows, rest, width, ahead[1])
+
+
+@compiled
+def _moved(stored: Any, place: int, rows: int) -> Any:
+    """The same of another piece, without its first rows."""
+    if stored is None:
+        return None
+    begin, stride, step = stored
+    return shifted(begin, place + rows * stride), stride, step
 
 
 @compiled
 def _score(
     together: int, scores: Any, size: int, q: Any, width: int, keys: Any, values: Any, slots: int, ahead: Any
 ) -> None:
-    """scores [together, slots] of queries [together, D] and the slots' keys."""
+    """scores [together, slots], 0 before, of queries [together, D] and the slots' keys."""
     if keys is None:
         _score_rows(together, scores, size, q, width, values, slots)
     else:
-        clear(scores, together * size)
         _accumulate(together, scores, size, q, width, width, keys, round_up(slots, COLUMNS), ahead)
 
 

@@ -21,10 +21,10 @@ from numba import carray, float32, int32, njit, prange
 from dcpjax.models.numba_call import NO_ERROR, arguments, array, data, is_call, results, sizes
 from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_fold import fold, raise_rows
-from dcpjax.models.numba_here import COLUMNS
+from dcpjax.models.numba_here import COLUMNS, LANES
 from dcpjax.models.numba_matrix_fold import fold_pairs, pair_rows, split_queries
 from dcpjax.models.numba_softmax import clear, copy, round_up, scale
-from dcpjax.models.numba_tile import PARTS, TILE, configure_tiles, release_tiles
+from dcpjax.models.numba_tile import PARTS, TERMS, TILE, configure_tiles, release_tiles
 from dcpjax.models.numba_vector import pointer, prefetch_columns, shifted
 
 CHUNK_SLOTS = 256  # scored before their shares are taken: keys, values and scores stay in the inner caches
@@ -50,16 +50,16 @@ def _attend(arguments: Any) -> None:
 @compiled
 def _plan(arguments: Any) -> Any:
     """Slots that each token sees, tiles, those that were split, and room for the results of spans."""
-    _, _, _, q, _, _, positions, rows, _, share, _ = arguments
+    _, _, _, q, _, values, positions, rows, _, share, _ = arguments
     seen = _visible(positions, share)
-    tiles, split = _tiles(seen, rows, q.shape[1], _most_tokens(q.shape[2]))
+    tiles, split = _tiles(seen, rows, q.shape[1], _most_tokens(q.shape[2]), _span_slots(values.shape[3]))
     count = np.sum((split[:, 1] - split[:, 0]) * split[:, 3])
     part_out, part_lse = np.empty((count, *q.shape[1:]), np.float32), np.empty((count, *q.shape[1:3]), np.float32)
     return seen, tiles, split, part_out, part_lse
 
 
 @compiled
-def _tiles(seen: np.ndarray, rows: np.ndarray, kv_heads: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+def _tiles(seen: np.ndarray, rows: np.ndarray, kv_heads: int, most: int, share: int) -> tuple[np.ndarray, np.ndarray]:
     """Tiles [T, 5] of at most `most` tokens, those with most work first: first token, the one after its last, first
     slot, the one after its last, and where its results go among the parts, -1 for the results themselves.
 
@@ -68,7 +68,7 @@ def _tiles(seen: np.ndarray, rows: np.ndarray, kv_heads: int, most: int) -> tupl
     tokens, starts, splits = rows.shape[0], [0], rows.shape[0] <= SPLIT_TOKENS
     few = min(max(TILE_TOKENS[0], tokens * kv_heads // ITEMS), most)
     for token in range(1, tokens):
-        size = most if splits and seen[token] > SPAN_SLOTS else few
+        size = most if splits and seen[token] > share else few
         if rows[token] != rows[token - 1] or token - starts[-1] >= size:
             starts.append(token)
     starts.append(tokens)
@@ -76,14 +76,14 @@ def _tiles(seen: np.ndarray, rows: np.ndarray, kv_heads: int, most: int) -> tupl
     split, count = np.empty((len(starts), 4), np.int64), 0
     for tile in range(len(starts) - 1):
         first, end, slots = starts[tile], starts[tile + 1], seen[starts[tile + 1] - 1]
-        spans = -(-slots // SPAN_SLOTS) if splits else 1
+        spans = -(-slots // share) if splits else 1
         if spans <= 1:
             tiles.append((first, end, 0, slots, -1))
             continue
         split[count, 0], split[count, 1], split[count, 2], split[count, 3] = first, end, part, spans
         count += 1
         for span in range(spans):
-            tiles.append((first, end, span * SPAN_SLOTS, min((span + 1) * SPAN_SLOTS, slots), part))
+            tiles.append((first, end, span * share, min((span + 1) * share, slots), part))
             part += end - first
     every = np.array(tiles)
     work = (every[:, 1] - every[:, 0]) * (every[:, 3] - every[:, 2])
@@ -169,7 +169,7 @@ def _attend_tile(
     out: Any,
     q: Any,
     workspace: Any,
-    keys: np.ndarray,
+    keys: Any,
     values: np.ndarray,
     kv_head: int,
     blocks: np.ndarray,
@@ -186,37 +186,51 @@ def _attend_tile(
     queries, kv_heads, slots, width = seen.shape[0], values.shape[2], values.shape[3], values.shape[4]
     size, few, block_size = chunk_size(slots), queries <= FEW, slots * width
     top, total = np.full(queries, np.float32(-np.inf), np.float32), np.zeros(queries, np.float32)
+    pieces = max(1, size // slots)
+    places, own = np.zeros(2 * pieces, np.int64), (kv_heads, kv_head, block_size)
     if not few:
         _split(units, q, queries, width, _parts(workspace, size, width))
     done, last = span
+    _find(places[pieces:], blocks, done // slots, own)
     while done < last:
         offset = done % slots
-        count = min(size, slots - offset, last - done)
-        first, end = (blocks[done // slots] * kv_heads + kv_head) * block_size, done + count
-        k, v = _read_first(keys, values, first, offset), pointer(values, first + offset * width)
-        following, whole = _read_first(keys, values, after * block_size, 0), True
+        count = min(pieces * slots, size, slots - offset if pieces == 1 else size, last - done)
+        end = done + count
+        places[:pieces] = places[pieces:]
         if end < last:
-            upcoming = (blocks[end // slots] * kv_heads + kv_head) * block_size
-            following = _read_first(keys, values, upcoming, end % slots)
-            whole = min(size, slots - end % slots, last - end) == size
-        ahead, tile, own = (v, following if whole else k), (out, q, width, workspace, size), seen - done
-        if few:
-            stored = (_transposed(keys, k, slots), (v, width, COLUMNS))
-            fold(FEW_TOGETHER, tile, top, total, own, count, stored, ahead)
-            for line in range(count * width // COLUMNS, size * width // COLUMNS if whole else 0):  # what is left
-                prefetch_columns(following, line * COLUMNS)
+            _find(places[pieces:], blocks, end // slots, own)
         else:
-            _fold_many(units, tile, top, total, own, count, _transposed(keys, k, slots), v, ahead)
+            places[pieces:] = after * block_size
+        k, v = _read_first(keys, values, offset), pointer(values, offset * width)
+        following = _read_first(keys, values, end % slots if end < last else 0)
+        stored = (_transposed(keys, k, slots), (v, width, COLUMNS), slots)
+        ahead, tile = (v, following), (out, q, width, workspace, size)
+        if few:
+            fold(FEW_TOGETHER, tile, top, total, seen, done, count, stored, places, ahead)
+            whole = pieces == 1 and (end >= last or min(size, slots - end % slots, last - end) == size)
+            for line in range(count * width // COLUMNS, size * width // COLUMNS if whole else 0):  # what is left
+                prefetch_columns(shifted(following, places[1]), line * COLUMNS)
+        else:
+            _fold_many(units, tile, top, total, seen, done, count, stored, places, ahead)
         done = end
     return _finish(out, width, top, total)
 
 
 @compiled
-def _read_first(keys: Any, values: Any, block: int, slot: int) -> Any:
-    """Where those numbers of a block from some slot on lie that are read first: keys, if there are any."""
+def _find(places: np.ndarray, blocks: np.ndarray, first: int, own: tuple[int, int, int]) -> None:
+    """Where this KV head's part of each block begins, from block number `first` of the request on."""
+    kv_heads, kv_head, block_size = own
+    for piece in range(places.shape[0]):
+        block = blocks[min(first + piece, blocks.shape[0] - 1)]
+        places[piece] = (block * kv_heads + kv_head) * block_size
+
+
+@compiled
+def _read_first(keys: Any, values: Any, slot: int) -> Any:
+    """Where those numbers of the first block from some slot on lie that are read first: keys, if there are any."""
     if keys is None:
-        return pointer(values, block + slot * values.shape[4])
-    return pointer(keys, block + slot)
+        return pointer(values, slot * values.shape[4])
+    return pointer(keys, slot)
 
 
 @compiled
@@ -247,29 +261,84 @@ def _split(units: Any, q: Any, queries: int, width: int, parts: Any) -> None:
 
 @compiled
 def _fold_many(
-    units: Any, tile: Any, top: np.ndarray, total: np.ndarray, seen: np.ndarray, count: int, k: Any, v: Any, ahead: Any
+    units: Any,
+    tile: Any,
+    top: np.ndarray,
+    total: np.ndarray,
+    seen: np.ndarray,
+    done: int,
+    count: int,
+    stored: Any,
+    places: np.ndarray,
+    ahead: Any,
 ) -> None:
     """A chunk for many queries: raised to float32 in `room`, or paired for matrix units, which want it finite."""
-    out, _, width, room, size = tile
+    _, _, width, room, size = tile
     raised = shifted(room, TILE * size)
-    if k is None:
-        copy(v, raised, count * width)
-        fold(TOGETHER, tile, top, total, seen, count, (None, (raised, width, COLUMNS)), ahead)
+    if _fold_paired(units, tile, top, total, seen, done, count, stored, places):
         return
-    keys, slots, _ = k
+    keys = _raise(stored[0], stored[1], stored[2], width, count, size, places, raised)
+    values = _raised_values(keys, raised, width, size)
+    fold(TOGETHER, tile, top, total, seen, done, count, (keys, values, size), np.zeros(2, np.int64), ahead)
+
+
+@compiled
+def _raise(k: Any, v: Any, slots: int, width: int, count: int, size: int, places: np.ndarray, to: Any) -> Any:
+    """The pieces of a chunk in float32, keys before values. Returns the keys as `fold` takes them."""
+    rows, beside, _ = v
+    if k is None:
+        for piece in range(-(-count // slots)):
+            first = piece * slots
+            copy(shifted(rows, places[piece]), shifted(to, first * width), min(slots, count - first) * width)
+        return None
+    keys, stride, _ = k
+    values = shifted(to, size * width)
+    for piece in range(-(-count // slots)):
+        first, at = piece * slots, places[piece]
+        own = min(slots, count - first)
+        raise_rows(shifted(keys, at), stride, width, own, shifted(to, first * width), width * COLUMNS)
+        raise_rows(shifted(rows, at), beside, own, width, shifted(values, first * COLUMNS), size * COLUMNS)
+    return to, COLUMNS, width * COLUMNS
+
+
+@compiled
+def _raised_values(keys: Any, raised: Any, width: int, size: int) -> Any:
+    """What `_raise` left, as `fold` takes it."""
+    if keys is None:
+        return raised, width, COLUMNS
+    return shifted(raised, size * width), COLUMNS, size * COLUMNS
+
+
+@compiled
+def _fold_paired(
+    units: Any,
+    tile: Any,
+    top: np.ndarray,
+    total: np.ndarray,
+    seen: np.ndarray,
+    done: int,
+    count: int,
+    stored: Any,
+    places: np.ndarray,
+) -> bool:
+    """On matrix units, if there are any and all values are finite: whether that is so."""
     if units is not None:
-        pairs = shifted(raised, size * width)
-        pair_rows(keys, slots, width, round_up(count, COLUMNS), raised)
-        if pair_rows(v, width, count, width, pairs):
-            parts = _parts(room, size, width)
-            shares = shifted(pairs, size * width)
-            fold_pairs((out, parts, width, room, shares, size), top, total, seen, count, raised, pairs)
-            return
-    values = shifted(raised, size * width)
-    raise_rows(keys, slots, width, count, raised)
-    raise_rows(v, width, count, width, values)
-    stored = ((raised, COLUMNS, width * COLUMNS), (values, COLUMNS, count * COLUMNS))
-    fold(TOGETHER, tile, top, total, seen, count, stored, ahead)
+        (out, _, width, room, size), ((k, stride, _), (v, beside, _), slots) = tile, stored
+        keys, finite = shifted(room, TILE * size), True
+        values, between = shifted(keys, size * width), round_up(count, TERMS) // 2 * LANES
+        for piece in range(-(-count // slots)):
+            first, at = piece * slots, places[piece]
+            rows = min(slots, count - first)
+            own = shifted(keys, first * width // 2)
+            pair_rows(shifted(k, at), stride, width, round_up(rows, COLUMNS), own, width // 2 * LANES)
+            own = shifted(values, first // 2 * LANES)
+            finite &= pair_rows(shifted(v, at), beside, rows, width, own, between)
+        if finite:
+            shares = shifted(values, size * width)
+            tile = out, _parts(room, size, width), width, room, shares, size
+            fold_pairs(tile, top, total, seen, done, count, keys, values)
+        return finite
+    return False
 
 
 @compiled
@@ -291,8 +360,14 @@ def _finish(out: Any, width: int, top: np.ndarray, total: np.ndarray) -> np.ndar
 
 @compiled
 def chunk_size(slots: int) -> int:
-    """Slots of a block that are visited together, in whole vectors."""
-    return round_up(min(slots, CHUNK_SLOTS), COLUMNS)
+    """Slots that are visited together, in whole vectors: of one block, or all of several short ones."""
+    return round_up(max(1, CHUNK_SLOTS // slots) * min(slots, CHUNK_SLOTS), COLUMNS)
+
+
+@compiled
+def _span_slots(slots: int) -> int:
+    """Slots of a thread's share, whole blocks where these are short."""
+    return SPAN_SLOTS if slots > CHUNK_SLOTS else SPAN_SLOTS // slots * slots
 
 
 @compiled

@@ -20,7 +20,7 @@ import numpy as np
 
 from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_here import COLUMNS, LANES
-from dcpjax.models.numba_softmax import clear, round_up, take_shares
+from dcpjax.models.numba_softmax import clear, round_up, take_shares, within
 from dcpjax.models.numba_tile import (
     PARTS,
     ROW,
@@ -34,15 +34,16 @@ from dcpjax.models.numba_tile import (
     split_rows,
     store_tile,
 )
-from dcpjax.models.numba_vector import shifted
+from dcpjax.models.numba_vector import pointer, shifted
 
 
 @compiled
-def pair_rows(stored: Any, stride: int, rows: int, columns: int, to: Any) -> bool:
-    """Rows of a bfloat16 cache as pairs; rows from `rows` to the next multiple of TERMS count as 0. Whether all are
-    finite."""
-    at, odd = to, 0
+def pair_rows(stored: Any, stride: int, rows: int, columns: int, to: Any, between: int) -> bool:
+    """Rows of a bfloat16 cache as pairs; rows from `rows` to the next multiple of TERMS count as 0. Pairs of the next
+    TILE columns begin `between` further. Whether all are finite."""
+    odd = 0
     for column in range(0, columns, TILE):
+        at = shifted(to, column // TILE * between)
         for row in range(0, round_up(rows, TERMS), 2):
             first = shifted(stored, row * stride + column)
             odd |= pair_up(first, stride, rows - row, at)
@@ -63,17 +64,17 @@ def split_queries(q: Any, queries: int, width: int, to: Any) -> None:
 
 @compiled
 def fold_pairs(
-    tile: Any, top: np.ndarray, total: np.ndarray, seen: np.ndarray, count: int, keys: Any, values: Any
+    tile: Any, top: np.ndarray, total: np.ndarray, seen: np.ndarray, done: int, count: int, keys: Any, values: Any
 ) -> None:
-    """Fold `count` slots into the running softmax of all queries, TILE at a time.
+    """Fold `count` slots, those after the first `done`, into the running softmax of all queries, TILE at a time.
 
     `tile`: sums [Q, D], the queries' parts, D, room for scores [TILE, size] and for the parts of shares, `size`.
     """
     out, queries, width, scores, shares, size = tile
-    steps = width // TERMS
+    steps, limits, tops, totals = width // TERMS, pointer(seen, 0), pointer(top, 0), pointer(total, 0)
     for query in range(0, seen.shape[0], TILE):
         end = min(query + TILE, seen.shape[0])
-        columns = round_up(min(max(seen[end - 1], 0), count), COLUMNS)  # later tokens see no less
+        columns = round_up(within(limits[end - 1] - done, count), COLUMNS)  # later tokens see no less
         if columns == 0:
             continue
         own = shifted(queries, query // TILE * PARTS * steps * SIZE)
@@ -81,10 +82,10 @@ def fold_pairs(
             pairs = shifted(keys, slot // TILE * steps * SIZE)
             _multiply(own, steps, steps, pairs, steps, shifted(scores, slot), size, False)
         for row in range(query, end):
-            limit, of_row = min(max(seen[row], 0), count), shifted(scores, (row - query) * size)
+            limit, of_row = within(limits[row] - done, count), shifted(scores, (row - query) * size)
             hidden = round_up(limit, COLUMNS)
             if limit > 0:
-                take_shares(out, width, row, of_row, limit, top, total)
+                take_shares(shifted(out, row * width), width, of_row, limit, shifted(tops, row), shifted(totals, row))
             clear(shifted(of_row, hidden), columns - hidden)
         for row in range(end - query, TILE):
             clear(shifted(scores, row * size), columns)

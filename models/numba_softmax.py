@@ -21,7 +21,6 @@ from dcpjax.models.numba_vector import (
     larger,
     load,
     multiply,
-    shifted,
     spread,
     store,
     zeros,
@@ -29,12 +28,12 @@ from dcpjax.models.numba_vector import (
 
 
 @compiled
-def take_shares(out: Any, width: int, query: int, scores: Any, count: int, top: np.ndarray, total: np.ndarray) -> None:
-    """Scores of one query -> shares in place. Its sums `out` [Q, D] shrink to the new `top`, its `total` grows."""
-    top[query], keep, gained = _soften(scores, count, top[query])
-    total[query] = total[query] * keep + gained
+def take_shares(sums: Any, width: int, scores: Any, count: int, top: Any, total: Any) -> None:
+    """Scores of one query -> shares in place. Its sums [D] shrink to the new `top[0]`, its `total[0]` grows."""
+    top[0], keep, gained = _soften(scores, count, top[0])
+    total[0] = total[0] * keep + gained
     if keep != 1.0:
-        scale(shifted(out, query * width), width, keep)
+        scale(sums, width, keep)
 
 
 @compiled
@@ -77,6 +76,12 @@ def _largest(scores: Any, columns: int) -> np.float32:
 def scale(sums: Any, width: int, factor: np.float32) -> None:
     for i in range(0, width, LANES):
         store(sums, i, multiply(load(sums, i), spread(factor)))
+
+
+@compiled
+def within(number: int, most: int) -> int:
+    """The nearest of 0 .. most."""
+    return min(max(number, 0), most)
 
 
 @compiled

@@ -29,6 +29,7 @@ PAGINGS = [
     paging(256, 8, 1, 1100),
     paging(1280, 2, 640, 3000),  # 640 slots in a block: two chunks and a half
     paging(256, 2, 1, 5000),  # two spans on each rank
+    paging(96, 1, 1, 5000),  # two blocks in a chunk, whose end is not that of a span
 ]
 LONG = paging(256, 1, 1, 5000)
 

@@ -27,6 +27,7 @@ PAGINGS = [
     paging(256, 1, 1, 600),
     paging(1280, 2, 640, 3000),  # 640 slots in a block: two chunks and a half
     paging(256, 2, 1, 5000),  # two spans on each rank
+    paging(40, 1, 1, 5000),  # six blocks in a chunk, and spans that end with a block
 ]
 LONG = paging(256, 1, 1, 5000)
 
