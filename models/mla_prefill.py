@@ -110,11 +110,23 @@ def prompt_partial(
     """
     single, many = work.tiles
     step = _Step(q.swapaxes(0, 1)[:, :, None], cache, work, geometry, rank, up, up.raised())
-    state = unseen((q.shape[1], q.shape[0], 1), up.w_uv.shape[1])
-    out, lse = finish(jax.lax.fori_loop(0, many.count, step.visitor(many, fewest_queries(mla)), state))
+    out, lse = _on_cpu(q, many, step, mla, runtime) or step.partial(many, fewest_queries(mla))
     index, alone = _single_tokens(q, single, step, runtime)
-    out = out[:, :, 0].swapaxes(0, 1).at[index].set(alone.out, mode="drop")
-    return Partial(out, lse[:, :, 0].T.at[index].set(alone.lse, mode="drop"))
+    return Partial(out.at[index].set(alone.out, mode="drop"), lse.at[index].set(alone.lse, mode="drop"))
+
+
+def _on_cpu(q: jax.Array, tiles: Tiles, step: "_Step", mla: MLAConfig, runtime: Runtime) -> Partial | None:
+    """`_Step.partial` by a kernel, None where there is none."""
+    if runtime.attention_body != "auto" or runtime.place.platform != "cpu":
+        return None
+    # here, not above, as in `choose_body`
+    from dcpjax.models.numba_attention import prompt_partial_numba, suits_prompts
+
+    up = step.raised
+    if not suits_prompts(step.cache, step.geometry, up.w_uk, up.w_uv):
+        return None
+    where, options = (step.cache, step.work, tiles, step.geometry, step.rank), {"fewest": fewest_queries(mla)}
+    return prompt_partial_numba(q * up.scale, *where, up.w_uk, up.w_uv, parallel=runtime.place.lone_cpu, **options)
 
 
 def _single_tokens(q: jax.Array, tiles: Tiles, step: "_Step", runtime: Runtime) -> tuple[jax.Array, Partial]:
@@ -148,6 +160,13 @@ class _Step(NamedTuple):
     rank: jax.Array
     up: UpProjection
     raised: UpProjection
+
+    def partial(self, tiles: Tiles, fewest: int) -> Partial:
+        """All tiles: out [N, H, Y], lse [N, H]; tokens of none get 0 and -inf."""
+        heads, tokens, *_ = self.q.shape
+        state = unseen((heads, tokens, 1), self.up.w_uv.shape[1])
+        out, lse = finish(jax.lax.fori_loop(0, tiles.count, self.visitor(tiles, fewest), state))
+        return Partial(out[:, :, 0].swapaxes(0, 1), lse[:, :, 0].T)
 
     def visitor(self, tiles: Tiles, fewest: int) -> Callable[[jax.Array, State], State]:
         """Folds tile number i into the state, up-projected if it has at least `fewest` tokens."""

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcpjax.models import numba_here
-from dcpjax.models.attention import Work
-from dcpjax.models.kv_cache import Cache, CacheGeometry, LayerCache, encode
+from dcpjax.models.attention import Tiles, Work
+from dcpjax.models.kv_cache import Cache, CacheGeometry, LatentCache, LayerCache, encode
 from dcpjax.models.numba_here import COLUMNS
 from dcpjax.sharding.merge import Partial
 
@@ -50,13 +50,66 @@ def paged_partial_numba(
         work.positions,
         work.rows,
         work.block_table,
-        jnp.stack([jnp.int32(geometry.dcp), jnp.int32(geometry.interleave), rank]),
+        _share(geometry, rank),
     )
     name, threads, workspace = _kernel(np.dtype(stored[0].dtype), len(stored) == 1, parallel)
     workspace = (threads, workspace(geometry.slots, shape[2], cache.value_dim))
     results = [jax.ShapeDtypeStruct(size, jnp.float32) for size in ((*shape, cache.value_dim), shape, workspace)]
     out, lse, _ = jax.ffi.ffi_call(name, results)(*arguments)
     return Partial(out.reshape(tokens, heads, -1), lse.reshape(tokens, heads))
+
+
+def suits_prompts(cache: LatentCache, geometry: CacheGeometry, w_uk: jax.Array, w_uv: jax.Array) -> bool:
+    """Whether kernels can be called here and `prompt_partial_numba` takes these."""
+    nope, rank, width = w_uk.shape[1], w_uk.shape[2], w_uv.shape[1]
+    whole = all(size % COLUMNS == 0 for size in (nope, rank, width))
+    return whole and suits(cache, geometry)
+
+
+def prompt_partial_numba(
+    q: jax.Array,
+    cache: LatentCache,
+    work: Work,
+    tiles: Tiles,
+    geometry: CacheGeometry,
+    rank: jax.Array,
+    w_uk: jax.Array,
+    w_uv: jax.Array,
+    *,
+    fewest: int,
+    parallel: bool,
+) -> Partial:
+    """Attention of some tiles over latents, where `suits_prompts` allows it, with keys and values of the heads' own in
+    those of at least `fewest` tokens.
+
+    Per device: q [N, H, X + R] (scaled), w_uk [H, X, C] and w_uv [H, Y, C] float32 -> out [N, H, Y], lse [N, H]; tokens
+    of no tile get 0 and -inf.
+    """
+    tokens, heads, depth = q.shape
+    width, size = w_uv.shape[1], min(tiles.size, tokens)
+    arguments = (
+        q,
+        cache.latents,
+        w_uk,
+        w_uv.swapaxes(1, 2),
+        work.positions,
+        work.rows,
+        work.block_table,
+        _share(geometry, rank),
+        tiles.start,
+        tiles.row,
+        jnp.stack([tiles.count, jnp.int32(size), jnp.int32(fewest)]),
+    )
+    name, threads, workspace = _prompt_kernel(np.dtype(cache.latents.dtype), parallel)
+    workspace = (threads, workspace(size, fewest, cache.value_dim, depth, width))
+    results = [jax.ShapeDtypeStruct(made, jnp.float32) for made in ((tokens, heads, width), (tokens, heads), workspace)]
+    out, lse, _ = jax.ffi.ffi_call(name, results)(*arguments)
+    return Partial(out, lse)
+
+
+def _share(geometry: CacheGeometry, rank: jax.Array) -> jax.Array:
+    """Which positions this rank holds, as the kernels want to know it."""
+    return jnp.stack([jnp.int32(geometry.dcp), jnp.int32(geometry.interleave), rank])
 
 
 def write_numba(
@@ -92,3 +145,13 @@ def _kernel(stored: np.dtype, latent: bool, parallel: bool) -> tuple[str, int, C
         units = stored == np.uint16 and numba_here.matrix_units()
         name, run = f"dcpjax_attention_{stored}", numba_kernel.kernel(stored, units)
     return numba_call.register(name, run, threads > 1), threads, numba_kernel.workspace_size
+
+
+@once
+def _prompt_kernel(stored: np.dtype, parallel: bool) -> tuple[str, int, Callable[..., int]]:
+    """The same for prompts over latents."""
+    from dcpjax.models import numba_call, numba_latent  # take a second
+
+    threads = numba_call.threads() if parallel else 1
+    name = numba_call.register(f"dcpjax_prompt_attention_{stored}", numba_latent.kernel(stored), threads > 1)
+    return name, threads, numba_latent.workspace_size

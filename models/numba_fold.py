@@ -55,11 +55,13 @@ def fold(
 ) -> None:
     """Fold `count` slots, those after the first `done`, into the running softmax of all queries, so many at a time.
 
-    `stored` keys [D, S] and values [S, D]: pointer, distance of rows and of groups of COLUMNS; keys None where values
+    `tile`: sums [Q, Y], Y, queries [Q, D], D, room for scores [together, size], `size`.
+
+    `stored` keys [D, S] and values [S, Y]: pointer, distance of rows and of groups of COLUMNS; keys None where values
     are also the keys. They lie in pieces of so many slots, the third: how much further each begins, `places` tells, and
     after that of what is asked for meanwhile, `ahead`: while keys are read and while values are.
     """
-    (out, q, width, shares, size), (keys, values, slots) = tile, stored
+    (out, width, q, depth, shares, size), (keys, values, slots) = tile, stored
     limits, tops, totals, at = pointer(seen, 0), pointer(top, 0), pointer(total, 0), pointer(places, 0)
     pieces = places.shape[0] // 2
     for query in range(0, seen.shape[0], literally(together)):
@@ -67,12 +69,12 @@ def fold(
         common, most = within(limits[query] - done, count), within(limits[end - 1] - done, count)  # later: no less
         if most == 0:
             continue
-        own, sums = shifted(q, query * width), shifted(out, query * width)
+        own, sums = shifted(q, query * depth), shifted(out, query * width)
         clear(shares, together * size)
         for piece in range(-(-most // slots)):
             first, to = piece * slots, shifted(shares, piece * slots)
             k, v, coming = _moved(keys, at[piece], 0), _moved(values, at[piece], 0), shifted(ahead[0], at[piece])
-            _score(together, to, size, own, width, k, v, min(slots, most - first), coming)
+            _score(together, to, size, own, depth, k, v, min(slots, most - first), coming)
         for row in range(query, end):
             limit = within(limits[row] - done, count)
             if limit > 0:
@@ -81,14 +83,14 @@ def fold(
         for piece in range(-(-common // slots)):
             first, coming = piece * slots, shifted(ahead[1], at[pieces + piece])
             v, rows = _moved(values, at[piece], 0), min(slots, common - first)
-            _accumulate(together, sums, width, shifted(shares, first), size, rows, v, width, coming)
+            accumulate(together, sums, width, shifted(shares, first), size, rows, v, width, coming)
         for row in range(query + 1, end):
             limit = within(limits[row] - done, count)
             for piece in range(common // slots, -(-limit // slots)):
                 first = max(common, piece * slots)
                 rest, rows = _moved(values, at[piece], first - piece * slots), min(limit, (piece + 1) * slots) - first
                 weights = shifted(shares, (row - query) * size + first)
-                _accumulate(1, shifted(out, row * width), width, weights, size, rows, rest, width, ahead[1])
+                accumulate(1, shifted(out, row * width), width, weights, size, rows, rest, width, ahead[1])
 
 
 @compiled
@@ -102,30 +104,30 @@ def _moved(stored: Any, place: int, rows: int) -> Any:
 
 @compiled
 def _score(
-    together: int, scores: Any, size: int, q: Any, width: int, keys: Any, values: Any, slots: int, ahead: Any
+    together: int, scores: Any, size: int, q: Any, depth: int, keys: Any, values: Any, slots: int, ahead: Any
 ) -> None:
     """scores [together, slots], 0 before, of queries [together, D] and the slots' keys."""
     if keys is None:
-        _score_rows(together, scores, size, q, width, values, slots)
+        _score_rows(together, scores, size, q, depth, values, slots)
     else:
-        _accumulate(together, scores, size, q, width, width, keys, round_up(slots, COLUMNS), ahead)
+        accumulate(together, scores, size, q, depth, depth, keys, round_up(slots, COLUMNS), ahead)
 
 
 @compiled
-def _score_rows(together: int, scores: Any, size: int, q: Any, width: int, stored: Any, slots: int) -> None:
+def _score_rows(together: int, scores: Any, size: int, q: Any, depth: int, stored: Any, slots: int) -> None:
     """The same of keys [S, D], two slots at a time; an odd last one is scored with itself."""
     rows, stride, _ = stored
     for slot in range(0, slots, 2):
         left = shifted(rows, slot * stride)
         right = shifted(left, stride if slot + 1 < slots else 0)
         block = zeros_block(literally(together))
-        for dim in range(0, width, LANES):
-            block = add_lanes(block, q, dim, width, load(left, dim), load(right, dim))
+        for dim in range(0, depth, LANES):
+            block = add_lanes(block, q, dim, depth, load(left, dim), load(right, dim))
         store_sums(shifted(scores, slot), size, 1, block)
 
 
 @compiled
-def _accumulate(
+def accumulate(
     together: int, sums: Any, width: int, weights: Any, terms: int, count: int, stored: Any, columns: int, ahead: Any
 ) -> None:
     """sums [together, columns] += weights [together, count] times rows of `stored` [count, columns].

@@ -51,7 +51,7 @@ def _attend(arguments: Any) -> None:
 def _plan(arguments: Any) -> Any:
     """Slots that each token sees, tiles, those that were split, and room for the results of spans."""
     _, _, _, q, _, values, positions, rows, _, share, _ = arguments
-    seen = _visible(positions, share)
+    seen = visible(positions, share)
     tiles, split = _tiles(seen, rows, q.shape[1], _most_tokens(q.shape[2]), _span_slots(values.shape[3]))
     count = np.sum((split[:, 1] - split[:, 0]) * split[:, 3])
     part_out, part_lse = np.empty((count, *q.shape[1:]), np.float32), np.empty((count, *q.shape[1:3]), np.float32)
@@ -153,7 +153,7 @@ def _merge(plan: Any, arguments: Any) -> None:
 
 
 @compiled
-def _visible(positions: np.ndarray, share: np.ndarray) -> np.ndarray:
+def visible(positions: np.ndarray, share: np.ndarray) -> np.ndarray:
     """How many slots of this rank each token sees, as `CacheGeometry.tokens_per_rank` counts: the request's first."""
     dcp, interleave, rank = share[0], share[1], share[2]
     seen = np.empty(positions.shape[0], np.int64)
@@ -204,7 +204,7 @@ def _attend_tile(
         k, v = _read_first(keys, values, offset), pointer(values, offset * width)
         following = _read_first(keys, values, end % slots if end < last else 0)
         stored = (_transposed(keys, k, slots), (v, width, COLUMNS), slots)
-        ahead, tile = (v, following), (out, q, width, workspace, size)
+        ahead, tile = (v, following), (out, width, q, width, workspace, size)
         if few:
             fold(FEW_TOGETHER, tile, top, total, seen, done, count, stored, places, ahead)
             whole = pieces == 1 and (end >= last or min(size, slots - end % slots, last - end) == size)
@@ -213,7 +213,7 @@ def _attend_tile(
         else:
             _fold_many(units, tile, top, total, seen, done, count, stored, places, ahead)
         done = end
-    return _finish(out, width, top, total)
+    return finish(out, width, top, total)
 
 
 @compiled
@@ -273,7 +273,7 @@ def _fold_many(
     ahead: Any,
 ) -> None:
     """A chunk for many queries: raised to float32 in `room`, or paired for matrix units, which want it finite."""
-    _, _, width, room, size = tile
+    _, width, _, _, room, size = tile
     raised = shifted(room, TILE * size)
     if _fold_paired(units, tile, top, total, seen, done, count, stored, places):
         return
@@ -323,7 +323,7 @@ def _fold_paired(
 ) -> bool:
     """On matrix units, if there are any and all values are finite: whether that is so."""
     if units is not None:
-        (out, _, width, room, size), ((k, stride, _), (v, beside, _), slots) = tile, stored
+        (out, width, _, _, room, size), ((k, stride, _), (v, beside, _), slots) = tile, stored
         keys, finite = shifted(room, TILE * size), True
         values, between = shifted(keys, size * width), round_up(count, TERMS) // 2 * LANES
         for piece in range(-(-count // slots)):
@@ -348,7 +348,7 @@ def _parts(room: Any, size: int, width: int) -> Any:
 
 
 @compiled
-def _finish(out: Any, width: int, top: np.ndarray, total: np.ndarray) -> np.ndarray:
+def finish(out: Any, width: int, top: np.ndarray, total: np.ndarray) -> np.ndarray:
     """Running softmax -> partial, `out` in place; what has seen nothing stays 0, its lse is -inf."""
     lse = np.full(top.shape, np.float32(-np.inf), np.float32)
     for query in range(top.shape[0]):

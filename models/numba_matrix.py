@@ -230,7 +230,7 @@ def _gated(sums: Any, at: int) -> Any:
 @compiled
 def _put(sums: Any, turned: Any, y: np.ndarray, onto: np.ndarray, added: bool, row: int, column: int) -> None:
     """A tile of sums to its place."""
-    transpose(sums, turned)
+    transpose(sums, LANES, turned, LANES)
     columns = y.shape[1]
     first = row * columns + column
     for i in range(min(TILE, y.shape[0] - row)):

@@ -11,7 +11,7 @@ are read three times as fast. Knows nothing about what is multiplied.
 # Numba calls these functions otherwise than they are defined
 # pyright: reportCallIssue=false, reportArgumentType=false
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -175,16 +175,24 @@ def pair_up(typing: Any, first: Any, stride: Any, count: Any, to: Any) -> Any:
 
 
 @intrinsic
-def transpose(typing: Any, source: Any, to: Any) -> Any:
-    """A tile of float32 numbers, row by row at `source`, column by column at `to`."""
+def transpose(typing: Any, source: Any, stride: Any, to: Any, distance: Any) -> Any:
+    """A tile of float32 numbers: its rows, `stride` apart, to columns, `distance` between their numbers."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        at = builder.bitcast(values[0], _WORDS.as_pointer())
-        rows = [builder.load(builder.gep(at, [ir.Constant(_LONG, row)]), align=4) for row in range(TILE)]
-        _store_rows(builder, _transposed(builder, rows), values[1])
+        source, stride, to, distance = values
+        rows = [builder.load(at, align=4) for at in _places(builder, source, stride)]
+        for at, row in zip(_places(builder, to, distance), _transposed(builder, rows), strict=True):
+            builder.store(row, at, align=4)
         return context.get_dummy_value()
 
-    return types.void(source, to), generate
+    return types.void(source, types.intp, to, types.intp), generate
+
+
+def _places(builder: ir.IRBuilder, first: Any, stride: Any) -> Iterator[Any]:
+    """Where each row of a tile begins."""
+    for _ in range(TILE):
+        yield builder.bitcast(first, _WORDS.as_pointer())
+        first = builder.gep(first, [stride])
 
 
 def _call(context: Any, builder: ir.IRBuilder, name: str, *arguments: Any) -> Any:

@@ -24,8 +24,9 @@ from dcpjax.model_files import open_model
 from dcpjax.models import decoder, mla, mla_prefill
 from dcpjax.models.attention import Runtime, Work, paged_partial_gathered
 from dcpjax.models.config import MLAConfig, from_hf
-from dcpjax.models.kv_cache import CacheGeometry, LatentCache
+from dcpjax.models.kv_cache import CacheGeometry, LatentCache, encode
 from dcpjax.models.mla_prefill import NEVER, UpProjection, fewest_queries, prompt_partial, up_projects
+from dcpjax.models.numba_attention import prompt_partial_numba, suits_prompts
 from dcpjax.presets import PRESETS
 from dcpjax.runner import Runner
 from dcpjax.sharding.arrays import is_spec
@@ -110,6 +111,7 @@ def test_models_without_latents_keep_their_tiles():
 
 
 SMALL = MLAConfig(q_rank=None, latent_rank=5, nope_dim=3, rope_dim=2, value_dim=4)  # up-projected from 8 tokens on
+WHOLE = MLAConfig(q_rank=None, latent_rank=96, nope_dim=32, rope_dim=64, value_dim=32)  # for kernels; from 33 tokens on
 GEOMETRY = CacheGeometry(block_size=8, dcp=2, interleave=2)  # 128 slots of a rank, 256 positions, in a chunk
 ROWS, TOKENS, HEADS, WIDTH = 4, 48, 2, 96
 SPANS = st.lists(  # (tokens computed before, tokens in this step)
@@ -120,14 +122,16 @@ SPANS = st.lists(  # (tokens computed before, tokens in this step)
 
 
 @cache
-def small_runtime() -> Runtime:
-    place = Placement(make_mesh(Layout()))
-    return Runtime(place=place, geometry=GEOMETRY, attention_body="loop")
+def by_heads(sizes: MLAConfig) -> Any:
+    """In the loop, or in the kernel where the sizes are made for it."""
+    body: Any = "loop" if sizes is SMALL else "auto"
+    runtime = Runtime(place=Placement(make_mesh(Layout())), geometry=GEOMETRY, attention_body=body)
 
+    def run(q: jax.Array, cache: LatentCache, work: Work, rank: jax.Array, up: UpProjection) -> Partial:
+        assert suits_prompts(cache, GEOMETRY, up.w_uk, up.w_uv) == (sizes is WHOLE)
+        return prompt_partial(q, cache, work, GEOMETRY, rank, up=up, mla=sizes, runtime=runtime)
 
-@jax.jit
-def by_heads(q: jax.Array, cache: LatentCache, work: Work, rank: jax.Array, up: UpProjection) -> Partial:
-    return prompt_partial(q, cache, work, GEOMETRY, rank, up=up, mla=SMALL, runtime=small_runtime())
+    return jax.jit(run)
 
 
 @jax.jit
@@ -161,35 +165,67 @@ class Fixed(Shapes):
         return self.max_tokens
 
 
-@example([(100, 39), (5, 7), (3, 2)], 0, 1, np.nan)  # a short tile at the end of a full step
-@given(SPANS, st.integers(0, 1), st.integers(0, 2**32 - 1), st.sampled_from([0.0, np.nan, np.inf, 1e30]))
-def test_prompts_of_any_length_behind_any_prefix_equal_the_absorbed_reference(spans, rank, seed, poison):
+@pytest.mark.parametrize("sizes", [SMALL, WHOLE], ids=["loop", "kernel"])
+@example(spans=[(100, 39), (5, 7), (3, 2)], rank=0, seed=1, poison=np.nan)  # a short tile at the end of a full step
+@given(
+    spans=SPANS,
+    rank=st.integers(0, 1),
+    seed=st.integers(0, 2**32 - 1),
+    poison=st.sampled_from([0.0, np.nan, np.inf, 1e30]),
+)
+def test_prompts_of_any_length_behind_any_prefix_equal_the_absorbed_reference(sizes, spans, rank, seed, poison):
     random = np.random.default_rng(seed)
 
     def draw(*shape: int) -> np.ndarray:
         return random.normal(size=shape).astype(np.float32)
 
-    up = UpProjection(draw(HEADS, SMALL.nope_dim, 5), draw(HEADS, SMALL.value_dim, 5), 0.4)  # type: ignore[arg-type]
-    latents, work = draw(ROWS * WIDTH, 1, GEOMETRY.slots, SMALL.cached_dim), work_of(spans)
+    weights = (
+        draw(HEADS, dim, sizes.latent_rank) / sizes.latent_rank**0.5 for dim in (sizes.nope_dim, sizes.value_dim)
+    )
+    up = UpProjection(*weights, sizes.qk_dim**-0.5)  # type: ignore[arg-type]
+    latents, work = draw(ROWS * WIDTH, 1, GEOMETRY.slots, sizes.cached_dim), work_of(spans)
     clean = LatentCache(latents=latents)
     positions = GEOMETRY.position(np.arange(WIDTH)[:, None], rank, np.arange(GEOMETRY.slots)[None, :])
     dirty = latents.reshape(ROWS, WIDTH, GEOMETRY.slots, -1).copy()
     for row in range(ROWS):
         dirty[row, positions >= (sum(spans[row]) if row < len(spans) else 0)] = poison
-    q = draw(TOKENS, HEADS, SMALL.qk_dim)
+    q = draw(TOKENS, HEADS, sizes.qk_dim)
     expected = absorbed(q, clean, work, rank, up)
-    found = by_heads(q, LatentCache(latents=dirty.reshape(latents.shape)), work, rank, up)
+    found = by_heads(sizes)(q, LatentCache(latents=dirty.reshape(latents.shape)), work, rank, up)
     np.testing.assert_allclose(found.out, expected.out, rtol=1e-4, atol=2e-5)
     np.testing.assert_allclose(found.lse, expected.lse, rtol=1e-5, atol=1e-5)
 
 
-def test_a_latent_that_is_not_finite_spoils_only_the_queries_that_see_it():
-    work = work_of([(0, 20), (0, 3)])
-    latents = np.random.default_rng(0).normal(size=(ROWS * WIDTH, 1, GEOMETRY.slots, SMALL.cached_dim))
+@pytest.mark.parametrize("sizes", [SMALL, WHOLE], ids=["loop", "kernel"])
+@pytest.mark.parametrize("count", [20, 40])
+def test_a_latent_that_is_not_finite_spoils_only_the_queries_that_see_it(sizes, count):
+    work = work_of([(0, count), (0, 3)])
+    latents = np.random.default_rng(0).normal(size=(ROWS * WIDTH, 1, GEOMETRY.slots, sizes.cached_dim))
     latents[1, 0, 1] = np.nan  # position 9, on rank 0
-    up = UpProjection(jnp.ones((HEADS, 3, 5)), jnp.ones((HEADS, 4, 5)), 1.0)
-    out, _ = by_heads(jnp.ones((TOKENS, HEADS, 5)), LatentCache(latents=latents.astype(np.float32)), work, 0, up)
-    assert np.isfinite(out).all(axis=(1, 2)).tolist() == [token < 9 or token >= 20 for token in range(TOKENS)]
+    up = UpProjection(*(jnp.ones((HEADS, dim, sizes.latent_rank)) for dim in (sizes.nope_dim, sizes.value_dim)), 1e-3)
+    q = jnp.ones((TOKENS, HEADS, sizes.qk_dim))
+    out, _ = by_heads(sizes)(q, LatentCache(latents=latents.astype(np.float32)), work, 0, up)
+    assert np.isfinite(out).all(axis=(1, 2)).tolist() == [token < 9 or token >= count for token in range(TOKENS)]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+def test_threads_change_no_bit_of_a_prompt(dtype):
+    random, work = np.random.default_rng(2), work_of([(300, 39), (20, 5), (3, 1)])
+    latents = encode(
+        jnp.asarray(random.normal(size=(ROWS * WIDTH, 1, GEOMETRY.slots, WHOLE.cached_dim))), np.dtype(dtype)
+    )
+    q, w_uk, w_uv = (
+        random.normal(size=size).astype(np.float32)
+        for size in ((TOKENS, HEADS, WHOLE.qk_dim), (HEADS, WHOLE.nope_dim, 96), (HEADS, WHOLE.value_dim, 96))
+    )
+    where = LatentCache(latents=latents), work, work.tiles[1], GEOMETRY, jnp.int32(0)
+    one, many = (
+        jax.jit(lambda: prompt_partial_numba(q / 10, *where, w_uk, w_uv, fewest=33, parallel=parallel))()  # noqa: B023
+        for parallel in (False, True)
+    )
+    np.testing.assert_array_equal(one.out, many.out)
+    np.testing.assert_array_equal(one.lse, many.lse)
+    assert np.isfinite(one.lse).all(axis=1).tolist() == [token < 44 for token in range(TOKENS)]
 
 
 # --- equal results, whole models

@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from functools import cache, partial, reduce
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import Stepper, Trace
 from test_attention import dense
 from test_numba_attention import spans
 from test_pallas_attention import ROWS, Paging, Span, assert_close, live, paging, scheduled
 
+from dcpjax.models import numba_here
 from dcpjax.models.attention import Runtime, choose_body, choose_store, paged_partial
 from dcpjax.models.kv_cache import CacheGeometry, LatentCache, encode
 from dcpjax.models.numba_attention import paged_partial_numba, suits
@@ -154,3 +157,44 @@ def test_latents_that_are_whole_vectors_go_to_the_kernel_by_themselves_and_are_w
     assert choose_body(fits, work, runtime).func is paged_partial_numba  # type: ignore[attr-defined]
     assert choose_body(odd, work, runtime) is paged_partial
     assert choose_store(fits, runtime) is None
+
+
+SIZES = {  # DeepSeek's shape in whole vectors; prompts are up-projected from 33 tokens on
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 96,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "n_routed_experts": None,
+    "first_k_dense_replace": 2,
+    "vocab_size": 128,
+    "dtype": "float32",
+}
+
+
+def traces(**options: Any) -> list[Trace]:
+    """Of prompts that are chunked, mixed and beside decodes."""
+    made = {"load_format": "dummy", "hf_overrides": SIZES, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 2**21}
+    random, lengths = np.random.default_rng(5), (90, 3, 41, 1, 150)
+    prompts = [random.integers(0, 128, length).tolist() for length in lengths]
+    return Stepper(Path("deepseek-v3"), one_shape=True, **made, **options).greedy(prompts, 4)
+
+
+@cache
+def without_kernels() -> list[Trace]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numba_here, "available", lambda: False)
+        return traces()
+
+
+@pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (1, 8), (4, 2)])
+def test_a_model_gives_the_same_with_kernels_on_every_layout(tp, dcp):
+    found = traces(tensor_parallel_size=tp * dcp, decode_context_parallel_size=dcp)
+    for expected, one in zip(without_kernels(), found, strict=True):
+        assert one.tokens == expected.tokens
+        np.testing.assert_allclose(one.every_logits, expected.every_logits, rtol=0, atol=2e-5)
