@@ -179,10 +179,18 @@ def _run_up_projected(
     with jax.named_scope("gather_query"):
         q = q if runtime.dcp_replicate_q else gather_over_dcp(q)
     with jax.named_scope("gather_up_projection"):
-        w_uk = up.w_uk if runtime.dcp_replicate_q else gather_over_dcp(up.w_uk[None])[0]
-        up = up._replace(w_uk=w_uk, w_uv=gather_over_dcp(up.w_uv[None])[0])
+        up = _gather_up_projection(up, mla, runtime)
     body = bind(prompt_partial, up=up, mla=mla, runtime=runtime)
     return attend_on_device(q, (latent,), cache, work, q.shape[1] * mla.value_dim, runtime, body=body)
+
+
+def _gather_up_projection(up: UpProjection, mla: MLAConfig, runtime: Runtime) -> UpProjection:
+    """That of all heads of the dcp group, in one exchange. Where queries are replicated, W_uk is already there."""
+    if runtime.dcp_replicate_q:
+        return up._replace(w_uv=gather_over_dcp(up.w_uv[None])[0])
+    both = gather_over_dcp(jnp.concatenate([up.w_uk, up.w_uv], axis=1)[None])[0]
+    w_uk, w_uv = jnp.split(both, [mla.nope_dim], axis=1)
+    return up._replace(w_uk=w_uk, w_uv=w_uv)
 
 
 def softmax_scale(config: ModelConfig) -> float:

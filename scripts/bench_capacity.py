@@ -37,8 +37,8 @@ def main() -> None:
         f"{int(statistics.median(lengths))}), {options.kv_cache_memory_bytes:,} bytes of cache per device"
     )
     print(
-        "at once | tp x dcp | cache, tokens | tokens/s  ratio  [range]     | hit rate | cache use | running | gap ms  p50  ratio "
-        "   p99 | preempted"
+        "at once | tp x dcp | cache, tokens | tokens/s  ratio  [range]     | hit rate | cache use | running | "
+        "gap ms  p50  ratio    p99 | preempted"
     )
     for concurrency in options.concurrency:
         llms = [make_llm(tp, dcp, concurrency, options) for tp, dcp in options.layouts]
@@ -96,13 +96,14 @@ def _row(
     rates = [replay.generated / replay.seconds for replay in replays]
     ratios = [rate * base.seconds / base.generated for rate, base in zip(rates, first, strict=True)]
     spread = f"[{min(ratios):.2f}-{max(ratios):.2f}]"
+    usage, running = statistics.mean(_pooled(replays, "cache_usage")), statistics.mean(_pooled(replays, "running"))
     gaps, first_gaps = _pooled(replays, "gaps"), _pooled(first, "gaps")
     gap = _at(gaps, 50)
     return (
         f"{concurrency:7} | {layout[0]:2} x {layout[1]:<3} | {tokens:13,} | "
         f"{statistics.median(rates):8.1f}  {statistics.median(ratios):4.2f}x  {spread:11} | "
         f"{statistics.median(replay.hit_rate for replay in replays):8.0%} | "
-        f"{statistics.mean(_pooled(replays, 'cache_usage')):9.0%} | {statistics.mean(_pooled(replays, 'running')):7.1f} | "
+        f"{usage:9.0%} | {running:7.1f} | "
         f"{gap * 1e3:11.1f}  {gap / _at(first_gaps, 50):4.2f}x {_at(gaps, 99) * 1e3:6.1f} | "
         f"{llm.stats().preemptions:9}"
     )
@@ -127,7 +128,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--scale", type=int, default=16, help="divides every length of the trace")
     parser.add_argument("--limit", type=int, default=32, help="requests")
     parser.add_argument("--turns", type=int, default=4, help="of each made-up agent; with 1 no history returns")
-    parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=256)
     parser.add_argument("--kv-cache-memory-bytes", type=byte_count, default=byte_count("6MiB"), metavar="BYTES")
     parser.add_argument("--max-num-batched-tokens", type=int, default=256)
     return parser.parse_args()

@@ -337,7 +337,7 @@ def test_up_projections_are_gathered_beside_the_collectives_of_every_step_and_la
         for kind, result in found:
             for dims in re.findall(r"\[([\d,]+)\]", result):
                 assert math.prod(int(size) for size in dims.split(",")) < shard / 4, f"{kind} moves {result}"
-    assert kinds[True] == sorted([*kinds[False], *["all-gather"] * 4])  # W_uk and W_uv of two layers
+    assert kinds[True] == sorted([*kinds[False], *["all-gather"] * 2])  # W_uk with W_uv, two layers
 
 
 def test_decodes_alone_and_short_chunks_gather_no_weights():
