@@ -356,9 +356,8 @@ def _cpu_body(cache: Cache, runtime: Runtime) -> Callable[..., Partial]:
 
 
 def choose_store(cache: Cache, runtime: Runtime) -> Callable[..., Any] | None:
-    """A kernel on CPUs where `choose_body` has one, else what the cache does itself."""
-    layered = isinstance(cache, LayerCache)
-    if not layered or runtime.attention_body != "auto" or runtime.place.platform != "cpu":
+    """A kernel on CPUs where `choose_body` has one for keys and values, else what the cache does itself."""
+    if runtime.attention_body != "auto" or runtime.place.platform != "cpu" or not isinstance(cache, LayerCache):
         return None
     from dcpjax.models.numba_attention import suits, write_numba
 

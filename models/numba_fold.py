@@ -119,11 +119,12 @@ def _score_rows(together: int, scores: Any, size: int, q: Any, depth: int, store
     rows, stride, _ = stored
     for slot in range(0, slots, 2):
         left = shifted(rows, slot * stride)
-        right = shifted(left, stride if slot + 1 < slots else 0)
+        beside = 1 if slot + 1 < slots else 0
+        right = shifted(left, beside * stride)
         block = zeros_block(literally(together))
         for dim in range(0, depth, LANES):
             block = add_lanes(block, q, dim, depth, load(left, dim), load(right, dim))
-        store_sums(shifted(scores, slot), size, 1, block)
+        store_sums(shifted(scores, slot), size, beside, block)
 
 
 @compiled

@@ -24,15 +24,17 @@ from dcpjax.sharding.mesh import Layout, make_mesh
 from dcpjax.sharding.rules import Placement
 
 WIDTH = 96  # latents of 64 and rope keys of 32
+WHOLE = paging(256, 1, 1, 600)
+LONG = paging(256, 1, 1, 5000)
 PAGINGS = [
+    paging(2, 2, 1, 600),  # a single slot in a block, 256 of them in a chunk
     paging(24, 2, 4, 300),  # 12 slots in a block: fewer than a vector
     paging(72, 8, 1, 700),  # an odd number of slots
-    paging(256, 1, 1, 600),
+    WHOLE,
     paging(1280, 2, 640, 3000),  # 640 slots in a block: two chunks and a half
     paging(256, 2, 1, 5000),  # two spans on each rank
     paging(40, 1, 1, 5000),  # six blocks in a chunk, and spans that end with a block
 ]
-LONG = paging(256, 1, 1, 5000)
 
 
 def queries(tokens: int, heads: int) -> np.ndarray:
@@ -101,7 +103,7 @@ def test_ranks_merged_equal_whole_attention_in_float64(where):
 
 @pytest.mark.parametrize("heads", [1, 128])
 def test_heads_of_one_device_or_of_a_whole_group_equal_the_loop(heads):
-    where = PAGINGS[2]
+    where = WHOLE
     step = spans(where)
     layer = stored(step, where, 0, np.uint16)
     expected = run("loop", step, where, 0, layer, heads)
@@ -115,7 +117,7 @@ def test_many_heads_share_no_more_tokens_than_fit_a_small_workspace():
     assert 4 * many < 16 * 2**20  # bytes
 
 
-@pytest.mark.parametrize("where", [PAGINGS[2], LONG], ids=str)
+@pytest.mark.parametrize("where", [WHOLE, LONG], ids=str)
 def test_threads_change_no_bit_and_neither_do_neighbours(where):
     step, fewer = spans(where), spans(where)[:1] + spans(where)[3:]
     layer = stored(step, where, 0, np.uint16)
