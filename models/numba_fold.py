@@ -8,7 +8,6 @@ Works on numbers behind pointers; knows nothing about blocks, requests or JAX.
 
 from typing import Any
 
-import numpy as np
 from numba import literally
 
 from dcpjax.models.numba_compile import compiled
@@ -41,31 +40,22 @@ def raise_rows(stored: Any, stride: int, rows: int, columns: int, to: Any, betwe
 
 
 @compiled
-def fold(
-    together: int,
-    tile: Any,
-    top: np.ndarray,
-    total: np.ndarray,
-    seen: np.ndarray,
-    done: int,
-    count: int,
-    stored: Any,
-    places: np.ndarray,
-    ahead: Any,
-) -> None:
+def fold(together: int, tile: Any, state: Any, done: int, count: int, stored: Any, places: Any, ahead: Any) -> None:
     """Fold `count` slots, those after the first `done`, into the running softmax of all queries, so many at a time.
 
-    `tile`: sums [Q, Y], Y, queries [Q, D], D, room for scores [together, size], `size`.
+    `tile`: sums [Q, Y], Y, queries [Q, D], D, room for scores [together, size], `size`. `state`: how many of the
+    request's slots each query sees, its largest score so far and its total, [Q].
 
     `stored` keys [D, S] and values [S, Y]: pointer, distance of rows and of groups of COLUMNS; keys None where values
     are also the keys. They lie in pieces of so many slots, the third: how much further each begins, `places` tells, and
     after that of what is asked for meanwhile, `ahead`: while keys are read and while values are.
     """
     (out, width, q, depth, shares, size), (keys, values, slots) = tile, stored
+    seen, top, total = state
     limits, tops, totals, at = pointer(seen, 0), pointer(top, 0), pointer(total, 0), pointer(places, 0)
-    pieces = places.shape[0] // 2
-    for query in range(0, seen.shape[0], literally(together)):
-        end = min(query + together, seen.shape[0])
+    queries, pieces = seen.shape[0], places.shape[0] // 2
+    for query in range(0, queries, literally(together)):
+        end = min(query + together, queries)
         common, most = within(limits[query] - done, count), within(limits[end - 1] - done, count)  # later: no less
         if most == 0:
             continue

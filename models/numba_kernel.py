@@ -186,7 +186,7 @@ def _attend_tile(
     queries, kv_heads, slots, width = seen.shape[0], values.shape[2], values.shape[3], values.shape[4]
     size, few, block_size = chunk_size(slots), queries <= FEW, slots * width
     top, total = np.full(queries, np.float32(-np.inf), np.float32), np.zeros(queries, np.float32)
-    pieces = max(1, size // slots)
+    state, pieces = (seen, top, total), max(1, size // slots)
     places, own = np.zeros(2 * pieces, np.int64), (kv_heads, kv_head, block_size)
     if not few:
         _split(units, q, queries, width, _parts(workspace, size, width))
@@ -206,12 +206,12 @@ def _attend_tile(
         stored = (_transposed(keys, k, slots), (v, width, COLUMNS), slots)
         ahead, tile = (v, following), (out, width, q, width, workspace, size)
         if few:
-            fold(FEW_TOGETHER, tile, top, total, seen, done, count, stored, places, ahead)
+            fold(FEW_TOGETHER, tile, state, done, count, stored, places, ahead)
             whole = pieces == 1 and (end >= last or min(size, slots - end % slots, last - end) == size)
             for line in range(count * width // COLUMNS, size * width // COLUMNS if whole else 0):  # what is left
                 prefetch_columns(shifted(following, places[1]), line * COLUMNS)
         else:
-            _fold_many(units, tile, top, total, seen, done, count, stored, places, ahead)
+            _fold_many(units, tile, state, done, count, stored, places, ahead)
         done = end
     return finish(out, width, top, total)
 
@@ -261,25 +261,16 @@ def _split(units: Any, q: Any, queries: int, width: int, parts: Any) -> None:
 
 @compiled
 def _fold_many(
-    units: Any,
-    tile: Any,
-    top: np.ndarray,
-    total: np.ndarray,
-    seen: np.ndarray,
-    done: int,
-    count: int,
-    stored: Any,
-    places: np.ndarray,
-    ahead: Any,
+    units: Any, tile: Any, state: Any, done: int, count: int, stored: Any, places: np.ndarray, ahead: Any
 ) -> None:
     """A chunk for many queries: raised to float32 in `room`, or paired for matrix units, which want it finite."""
     _, width, _, _, room, size = tile
     raised = shifted(room, TILE * size)
-    if _fold_paired(units, tile, top, total, seen, done, count, stored, places):
+    if _fold_paired(units, tile, state, done, count, stored, places):
         return
     keys = _raise(stored[0], stored[1], stored[2], width, count, size, places, raised)
     values = _raised_values(keys, raised, width, size)
-    fold(TOGETHER, tile, top, total, seen, done, count, (keys, values, size), np.zeros(2, np.int64), ahead)
+    fold(TOGETHER, tile, state, done, count, (keys, values, size), np.zeros(2, np.int64), ahead)
 
 
 @compiled
@@ -310,17 +301,7 @@ def _raised_values(keys: Any, raised: Any, width: int, size: int) -> Any:
 
 
 @compiled
-def _fold_paired(
-    units: Any,
-    tile: Any,
-    top: np.ndarray,
-    total: np.ndarray,
-    seen: np.ndarray,
-    done: int,
-    count: int,
-    stored: Any,
-    places: np.ndarray,
-) -> bool:
+def _fold_paired(units: Any, tile: Any, state: Any, done: int, count: int, stored: Any, places: np.ndarray) -> bool:
     """On matrix units, if there are any and all values are finite: whether that is so."""
     if units is not None:
         (out, width, _, _, room, size), ((k, stride, _), (v, beside, _), slots) = tile, stored
@@ -336,7 +317,7 @@ def _fold_paired(
         if finite:
             shares = shifted(values, size * width)
             tile = out, _parts(room, size, width), width, room, shares, size
-            fold_pairs(tile, top, total, seen, done, count, keys, values)
+            fold_pairs(tile, state, done, count, keys, values)
         return finite
     return False
 

@@ -75,19 +75,13 @@ def _attend_items(thread: int, seen: np.ndarray, arguments: Any) -> None:
 
 @compiled
 def _up_projected(
-    sums: Any,
-    queries: Any,
-    room: Any,
-    latents: np.ndarray,
-    factors: Any,
-    sizes: Any,
-    blocks: np.ndarray,
-    seen: np.ndarray,
+    sums: Any, queries: Any, room: Any, latents: np.ndarray, factors: Any, sizes: Any, blocks: Any, seen: Any
 ) -> np.ndarray:
     """One item: queries [Q, X + R], sums [Q, Y] are 0 -> lse [Q]."""
     _, _, row, depth, width = sizes
     tokens, places = seen.shape[0], np.zeros(2, np.int64)
     top, total = np.full(tokens, np.float32(-np.inf), np.float32), np.zeros(tokens, np.float32)
+    state = seen, top, total
     turned = shifted(room, CHUNK_SLOTS * row)
     keys = shifted(turned, CHUNK_SLOTS * row)
     values = shifted(keys, CHUNK_SLOTS * depth)
@@ -97,7 +91,7 @@ def _up_projected(
         count = min(CHUNK_SLOTS, seen[-1] - done)
         _gather(latents, blocks, done, count, room)
         _project(room, turned, count, factors, sizes, keys, values)
-        fold(TOGETHER, tile, top, total, seen, done, count, stored, places, (room, room))
+        fold(TOGETHER, tile, state, done, count, stored, places, (room, room))
     return finish(sums, width, top, total)
 
 
@@ -125,19 +119,13 @@ def _project(rows: Any, turned: Any, count: int, factors: Any, sizes: Any, keys:
 
 @compiled
 def _absorbed(
-    sums: Any,
-    queries: Any,
-    room: Any,
-    latents: np.ndarray,
-    factors: Any,
-    sizes: Any,
-    blocks: np.ndarray,
-    seen: np.ndarray,
+    sums: Any, queries: Any, room: Any, latents: np.ndarray, factors: Any, sizes: Any, blocks: Any, seen: Any
 ) -> np.ndarray:
     """The same of few queries, which are projected instead."""
     (w_uk, w_uv), (nope, rank, row, depth, width) = factors, sizes
     tokens, places = seen.shape[0], np.zeros(2, np.int64)
     top, total = np.full(tokens, np.float32(-np.inf), np.float32), np.zeros(tokens, np.float32)
+    state = seen, top, total
     padded = round_up(tokens, TOGETHER)
     absorbed = shifted(room, CHUNK_SLOTS * row)
     mixed = shifted(absorbed, padded * row)
@@ -152,7 +140,7 @@ def _absorbed(
         count = min(CHUNK_SLOTS, seen[-1] - done)
         _gather(latents, blocks, done, count, room)
         stored = None, (room, row, COLUMNS), CHUNK_SLOTS
-        fold(TOGETHER, tile, top, total, seen, done, count, stored, places, (room, room))
+        fold(TOGETHER, tile, state, done, count, stored, places, (room, room))
     lse = finish(mixed, row, top, total)
     for query in range(0, padded, TOGETHER):
         begin, weights = shifted(sums, query * width), shifted(mixed, query * row)

@@ -16,8 +16,6 @@ Works on numbers behind pointers; knows nothing about blocks, requests or JAX.
 
 from typing import Any
 
-import numpy as np
-
 from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_here import COLUMNS, LANES
 from dcpjax.models.numba_softmax import clear, round_up, take_shares, within
@@ -63,14 +61,14 @@ def split_queries(q: Any, queries: int, width: int, to: Any) -> None:
 
 
 @compiled
-def fold_pairs(
-    tile: Any, top: np.ndarray, total: np.ndarray, seen: np.ndarray, done: int, count: int, keys: Any, values: Any
-) -> None:
+def fold_pairs(tile: Any, state: Any, done: int, count: int, keys: Any, values: Any) -> None:
     """Fold `count` slots, those after the first `done`, into the running softmax of all queries, TILE at a time.
 
     `tile`: sums [Q, D], the queries' parts, D, room for scores [TILE, size] and for the parts of shares, `size`.
+    `state` as in `numba_fold`.
     """
     out, queries, width, scores, shares, size = tile
+    seen, top, total = state
     steps, limits, tops, totals = width // TERMS, pointer(seen, 0), pointer(top, 0), pointer(total, 0)
     for query in range(0, seen.shape[0], TILE):
         end = min(query + TILE, seen.shape[0])
