@@ -125,8 +125,9 @@ def _on_cpu(q: jax.Array, tiles: Tiles, step: "_Step", mla: MLAConfig, runtime: 
     up = step.raised
     if not suits_prompts(step.cache, step.geometry, up.w_uk, up.w_uv):
         return None
-    where, options = (step.cache, step.work, tiles, step.geometry, step.rank), {"fewest": fewest_queries(mla)}
-    return prompt_partial_numba(q * up.scale, *where, up.w_uk, up.w_uv, parallel=runtime.place.lone_cpu, **options)
+    where, own = (step.cache, step.work, tiles, step.geometry, step.rank), (up.w_uk, up.w_uv)
+    fewest, parallel = fewest_queries(mla), runtime.place.lone_cpu
+    return prompt_partial_numba(q * up.scale, *where, *own, fewest=fewest, parallel=parallel)
 
 
 def _single_tokens(q: jax.Array, tiles: Tiles, step: "_Step", runtime: Runtime) -> tuple[jax.Array, Partial]:

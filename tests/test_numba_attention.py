@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_attention import dense
-from test_pallas_attention import ROWS, Paging, Span, assert_close, live, paging, scheduled
+from test_pallas_attention import ROWS, Paging, Span, assert_close, live, paging, scheduled, whole
 
 from dcpjax.batch import SHORT_TILE
 from dcpjax.models import numba_call, numba_here
@@ -99,15 +98,9 @@ def test_the_kernel_equals_the_loop_on_every_rank(dtype, where):
 @pytest.mark.parametrize("where", PAGINGS, ids=str)
 def test_ranks_merged_equal_whole_attention_in_float64(where):
     step, work = spans(where), scheduled(spans(where), where)
-    q, keys, values = drawn(work, where)
-    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
-    for row in range(len(step)):
-        (mine,) = np.nonzero(np.asarray(work.rows) == row)
-        seen = np.arange(keys.shape[1])[None, :] <= np.asarray(work.positions)[mine, None]
-        out[mine], lse[mine] = dense(q[mine], keys[row], values[row], seen)
     ranks = range(where.geometry.dcp)
     found = [run("in turn", step, where, rank, stored(step, where, rank, np.float32)) for rank in ranks]
-    assert_close(reduce(merge, found), (out, lse))
+    assert_close(reduce(merge, found), whole(work, *drawn(work, where)))
 
 
 @pytest.mark.parametrize("where", [PAGINGS[1], LONG], ids=str)

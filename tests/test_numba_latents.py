@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Stepper, Trace
-from test_attention import dense
 from test_numba_attention import spans
-from test_pallas_attention import ROWS, Paging, Span, assert_close, live, paging, scheduled
+from test_pallas_attention import ROWS, Paging, Span, assert_close, live, paging, scheduled, whole
 
 from dcpjax.models import numba_here
 from dcpjax.models.attention import Runtime, choose_body, choose_store, paged_partial
@@ -90,15 +89,10 @@ def test_the_kernel_equals_the_loop_on_every_rank(dtype, where):
 @pytest.mark.parametrize("where", PAGINGS, ids=str)
 def test_ranks_merged_equal_whole_attention_in_float64(where):
     step, work = spans(where), scheduled(spans(where), where)
-    q, latents = queries(len(work.positions), 6), latents_of(where)
-    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
-    for row in range(len(step)):
-        (mine,) = np.nonzero(np.asarray(work.rows) == row)
-        seen = np.arange(latents.shape[1])[None, :] <= np.asarray(work.positions)[mine, None]
-        out[mine], lse[mine] = dense(q[mine], latents[row, :, None], latents[row, :, None], seen)
+    keys = latents_of(where)[:, :, None]
     ranks = range(where.geometry.dcp)
     found = [run("in turn", step, where, rank, stored(step, where, rank, np.float32)) for rank in ranks]
-    assert_close(reduce(merge, found), (out, lse))
+    assert_close(reduce(merge, found), whole(work, queries(len(work.positions), 6), keys, keys))
 
 
 @pytest.mark.parametrize("heads", [1, 128])

@@ -136,15 +136,14 @@ def test_a_kernel_equals_the_loop_on_every_rank_and_whole_attention_once_merged(
     found = [run(platform, family, step, where, rank) for rank in ranks]
     for rank in ranks:
         assert_close(found[rank], run(None, family, step, where, rank))  # padding too: 0 and -inf
-    assert_close(reduce(merge, found), whole(family, step, where))
-
-
-def whole(family: str, step: Sequence[Span], where: Paging) -> tuple[np.ndarray, np.ndarray]:
-    """float64 attention of every token of the step, by positions, without blocks or ranks."""
     work = scheduled(step, where)
-    q, keys, values = drawn(family, work, where)
+    assert_close(reduce(merge, found), whole(work, *drawn(family, work, where)))
+
+
+def whole(work: Work, q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float64 attention of every token of the step, by positions, without blocks or ranks."""
     out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
-    for row in range(len(step)):
+    for row in np.unique(np.asarray(work.rows)):
         (mine,) = np.nonzero(np.asarray(work.rows) == row)
         seen = np.arange(keys.shape[1])[None, :] <= np.asarray(work.positions)[mine, None]
         out[mine], lse[mine] = dense(q[mine], keys[row], values[row], seen)
