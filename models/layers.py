@@ -40,7 +40,7 @@ def dot(
 
     `lone_cpu`: the only device is a CPU, for which there are kernels.
     """
-    if lone_cpu and bias is None and numba_dot.suits_matrix_units(weight):
+    if lone_cpu and bias is None and numba_dot.suits(_rows(x), weight):
         return fused_dots(x, weight, onto=onto)[0]
     (y,) = dots(x, weight, lone_cpu=lone_cpu)
     y = add_bias(y, bias)
@@ -49,16 +49,20 @@ def dot(
 
 def dots(x: jax.Array | Normed, *weights: jax.Array, lone_cpu: bool = False) -> list[jax.Array]:
     """`dot` with each of some weights, in one call where a kernel takes them together."""
-    if lone_cpu and numba_dot.suits_matrix_units(*weights):
+    if lone_cpu and numba_dot.suits(_rows(x), *weights):
         return fused_dots(x, *weights)
     x = x.array() if isinstance(x, Normed) else x
-    if lone_cpu and numba_dot.suits(x, *weights):
-        return [numba_dot.few_rows_dot(x.astype(jnp.float32), weight) for weight in weights]
     return [_xla_dot(x, weight) for weight in weights]
+
+
+def _rows(x: jax.Array | Normed) -> int:
+    return (x.stream if isinstance(x, Normed) else x).shape[0]
 
 
 def fused_dots(x: jax.Array | Normed, *weights: jax.Array, **options: Any) -> list[jax.Array]:
     """`numba_dot.fused_dots`, which norms what is `Normed`."""
+    if isinstance(x, Normed) and x.weight.dtype != weights[0].dtype:
+        x = x.array()
     if isinstance(x, Normed):
         return numba_dot.fused_dots(x.stream, *weights, norm=(x.weight, x.eps), **options)
     return numba_dot.fused_dots(x.astype(jnp.float32), *weights, **options)

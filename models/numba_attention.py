@@ -15,7 +15,7 @@ import numpy as np
 from dcpjax.models import numba_here
 from dcpjax.models.attention import Tiles, Work
 from dcpjax.models.kv_cache import Cache, CacheGeometry, LatentCache, LayerCache, encode
-from dcpjax.models.numba_here import COLUMNS
+from dcpjax.models.numba_here import GRAIN
 from dcpjax.sharding.merge import Partial
 
 
@@ -25,7 +25,7 @@ def suits(cache: Cache, geometry: CacheGeometry) -> bool:
     sizes = [cache.value_dim]
     if isinstance(cache, LayerCache):
         sizes += [geometry.slots, cache.keys.shape[3]]
-    fits = all(size % COLUMNS == 0 for size in sizes)
+    fits = all(size % GRAIN == 0 for size in sizes)
     return fits and stored[0].dtype in (jnp.uint16, jnp.float32) and numba_here.available()
 
 
@@ -62,7 +62,7 @@ def paged_partial_numba(
 def suits_prompts(cache: LatentCache, geometry: CacheGeometry, w_uk: jax.Array, w_uv: jax.Array) -> bool:
     """Whether kernels can be called here and `prompt_partial_numba` takes these."""
     nope, rank, width = w_uk.shape[1], w_uk.shape[2], w_uv.shape[1]
-    whole = all(size % COLUMNS == 0 for size in (nope, rank, width))
+    whole = all(size % GRAIN == 0 for size in (nope, rank, width))
     return whole and suits(cache, geometry)
 
 

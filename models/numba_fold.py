@@ -11,9 +11,10 @@ from typing import Any
 from numba import literally
 
 from dcpjax.models.numba_compile import compiled
-from dcpjax.models.numba_here import COLUMNS, LANES
 from dcpjax.models.numba_softmax import clear, round_up, take_shares, within
 from dcpjax.models.numba_vector import (
+    COLUMNS,
+    LANES,
     add_lanes,
     add_products,
     load,
@@ -111,7 +112,7 @@ def _score_rows(together: int, scores: Any, size: int, q: Any, depth: int, store
         left = shifted(rows, slot * stride)
         beside = 1 if slot + 1 < slots else 0
         right = shifted(left, beside * stride)
-        block = zeros_block(literally(together))
+        block = zeros_block(literally(together), 2)
         for dim in range(0, depth, LANES):
             block = add_lanes(block, q, dim, depth, load(left, dim), load(right, dim))
         store_sums(shifted(scores, slot), size, beside, block)

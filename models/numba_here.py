@@ -13,8 +13,8 @@ from pathlib import Path
 
 import jax
 
-LANES = 16  # float32 numbers that the kernels take at once
-COLUMNS = 2 * LANES  # of sums that attention keeps in registers: a block's slots and a head's dimensions are multiples
+WIDEST = 16  # float32 numbers in the longest vector register of any CPU
+GRAIN = 2 * WIDEST  # what a block's slots and a head's dimensions must be multiples of for attention
 INTERFACE = (0, 3)  # of XLA's foreign functions, whose frames `numba_call` reads
 ASK, TILES = (158, 0x1023), 18  # Linux on x86-64: arch_prctl(ARCH_REQ_XCOMP_PERM), and what a process asks for
 

@@ -21,11 +21,10 @@ from numba import carray, float32, int32, njit, prange
 from dcpjax.models.numba_call import NO_ERROR, arguments, array, data, is_call, results, sizes
 from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_fold import fold, raise_rows
-from dcpjax.models.numba_here import COLUMNS, LANES
 from dcpjax.models.numba_matrix_fold import fold_pairs, pair_rows, split_queries
 from dcpjax.models.numba_softmax import clear, copy, round_up, scale
-from dcpjax.models.numba_tile import PARTS, TERMS, TILE, configure_tiles, release_tiles
-from dcpjax.models.numba_vector import pointer, prefetch_columns, shifted
+from dcpjax.models.numba_tile import PAIRS, PARTS, TERMS, TILE, configure_tiles, release_tiles
+from dcpjax.models.numba_vector import COLUMNS, ROWS, pointer, prefetch_columns, shifted
 
 CHUNK_SLOTS = 256  # scored before their shares are taken: keys, values and scores stay in the inner caches
 TILE_TOKENS = (8, 64)  # least and most of one request that share what is read of its cache
@@ -33,7 +32,7 @@ TILE_QUERIES = 1024  # of all their heads, at most
 ITEMS = 16  # of which there should be no fewer, for threads to share
 SPLIT_TOKENS = 32  # at most, of a step in which a long request's slots are shared by threads
 SPAN_SLOTS = 2048  # of such a share
-TOGETHER = 8  # rows of sums that are in registers, for queries of many
+TOGETHER = ROWS  # rows of sums that are in registers, for queries of many
 FEW_TOGETHER = 4  # the same where there are at most
 FEW = 8  # queries: these read the cache itself, more of them a copy raised to float32, or matrix units a packed one
 
@@ -306,13 +305,13 @@ def _fold_paired(units: Any, tile: Any, state: Any, done: int, count: int, store
     if units is not None:
         (out, width, _, _, room, size), ((k, stride, _), (v, beside, _), slots) = tile, stored
         keys, finite = shifted(room, TILE * size), True
-        values, between = shifted(keys, size * width), round_up(count, TERMS) // 2 * LANES
+        values, between = shifted(keys, size * width), round_up(count, TERMS) // 2 * PAIRS
         for piece in range(-(-count // slots)):
             first, at = piece * slots, places[piece]
             rows = min(slots, count - first)
             own = shifted(keys, first * width // 2)
-            pair_rows(shifted(k, at), stride, width, round_up(rows, COLUMNS), own, width // 2 * LANES)
-            own = shifted(values, first // 2 * LANES)
+            pair_rows(shifted(k, at), stride, width, round_up(rows, COLUMNS), own, width // 2 * PAIRS)
+            own = shifted(values, first // 2 * PAIRS)
             finite &= pair_rows(shifted(v, at), beside, rows, width, own, between)
         if finite:
             shares = shifted(values, size * width)

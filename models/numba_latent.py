@@ -22,11 +22,10 @@ from numba import float32, int32, njit, prange
 from dcpjax.models.numba_call import NO_ERROR, arguments, array, is_call, results
 from dcpjax.models.numba_compile import compiled
 from dcpjax.models.numba_fold import accumulate, fold
-from dcpjax.models.numba_here import COLUMNS
 from dcpjax.models.numba_kernel import CHUNK_SLOTS, TOGETHER, finish, visible
 from dcpjax.models.numba_softmax import clear, copy, round_up
 from dcpjax.models.numba_tile import TILE, transpose
-from dcpjax.models.numba_vector import pointer, shifted
+from dcpjax.models.numba_vector import COLUMNS, pointer, shifted
 
 
 @njit(inline="always")

@@ -20,6 +20,7 @@ from numba import float32, njit, prange, uint16
 
 from dcpjax.models.numba_call import NO_ERROR, arguments, array, is_call, results
 from dcpjax.models.numba_compile import compiled
+from dcpjax.models.numba_product import WEIGHTS, normalize
 from dcpjax.models.numba_tile import (
     ROW,
     SIZE,
@@ -38,22 +39,17 @@ from dcpjax.models.numba_tile import (
 from dcpjax.models.numba_vector import (
     LANES,
     add,
-    horizontal_sum,
     load,
     multiply,
-    multiply_add,
     pointer,
     prefetch,
     shifted,
     silu,
-    spread,
     store,
-    zeros,
 )
 
 PANEL_BYTES = 2**20  # of packed rows that stay in a core's cache while all weights meet them
 ALONE = 4  # tiles of rows at most that are packed by one thread: a second one costs more to wake
-WEIGHTS = 4  # of the arguments, where they begin
 SCRATCH = 5 * SIZE  # float32 numbers for a thread's four tiles of sums and one turned
 
 
@@ -91,22 +87,10 @@ def _pack_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray) 
         count, source = min(rows - tile * TILE, TILE), pointer(x, tile * TILE * size)
         if settings[1] != 0.0:
             for row in range(count):
-                _norm(shifted(source, row * size), norm, settings[3], size, shifted(normed, row * size))
+                normalize(shifted(source, row * size), norm, settings[3], size, shifted(normed, row * size))
             source = normed
         for term in range(0, size, TERMS):
             pack_pairs(shifted(source, term), size, count, shifted(packed, (tile * size + term) // TERMS * SIZE))
-
-
-@compiled
-def _norm(row: Any, weight: Any, epsilon: np.float32, size: int, to: Any) -> None:
-    """Root-mean-square norm of one row, as `layers.rms_norm`."""
-    squares = zeros()
-    for i in range(0, size, LANES):
-        number = load(row, i)
-        squares = multiply_add(number, number, squares)
-    scale = np.float32(1.0) / np.sqrt(horizontal_sum(squares) / np.float32(size) + epsilon)
-    for i in range(0, size, LANES):
-        store(to, i, multiply(multiply(load(row, i), spread(scale)), load(weight, i)))
 
 
 @compiled

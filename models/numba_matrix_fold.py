@@ -17,9 +17,9 @@ Works on numbers behind pointers; knows nothing about blocks, requests or JAX.
 from typing import Any
 
 from dcpjax.models.numba_compile import compiled
-from dcpjax.models.numba_here import COLUMNS, LANES
 from dcpjax.models.numba_softmax import clear, round_up, take_shares, within
 from dcpjax.models.numba_tile import (
+    PAIRS,
     PARTS,
     ROW,
     SIZE,
@@ -32,7 +32,7 @@ from dcpjax.models.numba_tile import (
     split_rows,
     store_tile,
 )
-from dcpjax.models.numba_vector import pointer, shifted
+from dcpjax.models.numba_vector import COLUMNS, pointer, shifted
 
 
 @compiled
@@ -45,7 +45,7 @@ def pair_rows(stored: Any, stride: int, rows: int, columns: int, to: Any, betwee
         for row in range(0, round_up(rows, TERMS), 2):
             first = shifted(stored, row * stride + column)
             odd |= pair_up(first, stride, rows - row, at)
-            at = shifted(at, LANES)
+            at = shifted(at, PAIRS)
     return odd == 0
 
 
@@ -102,7 +102,7 @@ def _multiply(parts: Any, steps: int, distance: int, pairs: Any, beside: int, to
 
     In tiles: second and third parts are `distance` after the first ones, pairs of the other columns `beside`.
     """
-    other = shifted(to, LANES)
+    other = shifted(to, TILE)
     if add:
         load_tile(0, to, 4 * stride)
         load_tile(1, other, 4 * stride)

@@ -1,4 +1,11 @@
-"""Matrix products of a few rows on a CPU, compiled by Numba: as fast as the weights can be read from memory.
+"""Matrix products on a CPU's vector units, compiled by Numba: few rows as fast as weights can be read from memory, many
+as fast as the units multiply.
+
+Rows of x and rows of a weight [O, I] both lie along what is summed: a few of either meet in registers, nothing is
+packed. What is computed for a row does not depend on the others.
+
+    a group     rows of x that meet the same weights in registers
+    a block     columns of a result whose weights stay in a core's second cache while all groups meet them
 
 Works on plain arrays: knows nothing about JAX or models.
 """
@@ -14,59 +21,286 @@ from numba import float32, literally, njit, prange
 
 from dcpjax.models.numba_call import NO_ERROR, arguments, array, is_call, results
 from dcpjax.models.numba_compile import compiled
-from dcpjax.models.numba_vector import LANES, add_lanes, load, pointer, prefetch, store_sums, zeros_block
+from dcpjax.models.numba_vector import (
+    LANES,
+    ROWS,
+    add,
+    add_all_lanes,
+    add_sums,
+    as_bytes,
+    distance,
+    horizontal_sum,
+    load,
+    multiply,
+    multiply_add,
+    pointer,
+    prefetch,
+    prefetch_rows,
+    rounded,
+    shifted,
+    silu,
+    spread,
+    store,
+    store_sums,
+    zeros,
+    zeros_block,
+)
 
-BLOCK = 32  # columns of the result that one thread computes before it takes the next
-AHEAD = 2048  # weights: how far ahead of use they are asked for
+BLOCK_BYTES = 2**17  # of weights, a quarter of the second cache of the smallest cores
+LEAST, MOST = 24, 96  # columns of a block
+ACROSS = 3  # columns that ROWS rows, or 4, meet at once
+FEW_ACROSS = 4  # the same of 1 or 2 rows
+BY = ACROSS * FEW_ACROSS
+AHEAD = 2048  # weights: how far ahead of use they are asked for where they are used once
+TERMS = 768  # summed in registers, of rows that stay in a core's first cache
+LINE = 64  # bytes
+ROWS_AHEAD = ROWS * LANES * 4 // LINE  # steps of a group in which the next one's rows are asked for
+ALONE = 16  # rows at most that are prepared by one thread: a second one costs more to wake
+WEIGHTS = 4  # of the arguments, where they begin
 
 
 @njit(inline="always")
-def _multiply(y: np.ndarray, x: np.ndarray, weight: np.ndarray) -> None:
-    """y [N, O] = x [N, I] float32 times weight [O, I], float32 or bfloat16 as uint16; I a multiple of LANES."""
-    for block in prange(-(-weight.shape[0] // BLOCK)):
-        _multiply_block(y, x, weight, np.int64(block))  # for prange's uint64 it would be compiled once more
+def _multiply(given: np.ndarray, made: np.ndarray, threads: int, stored: Any) -> None:
+    """Each result [N, O] = x [N, I] float32 times its weight [O, I]; I a multiple of LANES.
+
+    `given`: addresses of x, of `settings`, of a norm's weight [I], of what is added to the only result, [N, O] float32,
+    and of the weights; weights are `stored`, float32 or bfloat16 as uint16, to which x is rounded. `made`: those of the
+    results, float32, and of a workspace [`workspace_size`] float32.
+
+    Settings, float32 [4]: whether gate and up [F, I] are the first two weights; then what meets the next one [F, N],
+    F a multiple of LANES, is silu(x gate) * (x up), rounded as well. Whether x is normed, whether something is added,
+    the norm's epsilon.
+    """
+    if array(given[0], 2, float32).shape[0] <= ALONE:
+        _prepare_share(0, 1, given, made, stored)
+    else:
+        for thread in prange(threads):
+            _prepare_share(np.int64(thread), threads, given, made, stored)  # uint64 would be compiled once more
+    if array(given[1], 1, float32)[0] != 0.0:
+        for thread in prange(threads):
+            _gate_share(np.int64(thread), threads, given, made, stored)
+    for thread in prange(threads):
+        _multiply_share(np.int64(thread), threads, given, made, stored)
 
 
 @compiled
-def _multiply_block(y: np.ndarray, x: np.ndarray, weight: np.ndarray, block: int) -> None:
-    first, end, rows, row = block * BLOCK, min((block + 1) * BLOCK, y.shape[1]), y.shape[0], 0
-    while rows - row >= 8:
-        _multiply_rows(8, y, x, weight, first, end, row)
-        row += 8
-    if rows - row >= 4:
-        _multiply_rows(4, y, x, weight, first, end, row)
-        row += 4
-    if rows - row >= 2:
-        _multiply_rows(2, y, x, weight, first, end, row)
-        row += 2
-    if rows > row:
-        _multiply_rows(1, y, x, weight, first, end, row)
+def _prepare_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray, stored: Any) -> None:
+    """Rows of x as they meet the weights: normed or not, rounded or not."""
+    x, settings, norm = array(given[0], 2, float32), array(given[1], 1, float32), pointer(array(given[2], 1, stored), 0)
+    rows, size = x.shape
+    prepared, _, _ = _regions(array(made[-1], 1, float32), rows, size, 0, 0)
+    narrow = array(given[WEIGHTS], 2, stored).itemsize == 2
+    for row in range(thread, rows, threads):
+        source, to = pointer(x, row * size), shifted(prepared, row * size)
+        if settings[1] != 0.0:
+            normalize(source, norm, settings[3], size, to)
+            source = to
+        for i in range(0, size, LANES):
+            store(to, i, rounded(load(source, i)) if narrow else load(source, i))
+
+
+@compiled
+def normalize(row: Any, weight: Any, epsilon: np.float32, size: int, to: Any) -> None:
+    """Root-mean-square norm of one row, as `layers.rms_norm`."""
+    squares = zeros()
+    for i in range(0, size, LANES):
+        number = load(row, i)
+        squares = multiply_add(number, number, squares)
+    scale = np.float32(1.0) / np.sqrt(horizontal_sum(squares) / np.float32(size) + epsilon)
+    for i in range(0, size, LANES):
+        store(to, i, multiply(multiply(load(row, i), spread(scale)), load(weight, i)))
+
+
+@compiled
+def _gate_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray, stored: Any) -> None:
+    """One thread's columns of gate and up, and what becomes of them."""
+    x, gate, up = array(given[0], 2, float32), array(given[WEIGHTS], 2, stored), array(given[WEIGHTS + 1], 2, stored)
+    (rows, size), width = x.shape, gate.shape[0]
+    prepared, hidden, scratch = _regions(array(made[-1], 1, float32), rows, size, width, thread)
+    columns, narrow = _columns(gate), gate.itemsize == 2
+    other = shifted(scratch, ROWS * MOST)
+    blocks = -(-width // columns)
+    for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
+        first, count = _span(block, columns, width)
+        left, right, row = pointer(gate, first * size), pointer(up, first * size), 0
+        while row < rows:
+            group, own = _group(rows - row), shifted(prepared, row * size)
+            _multiply_group(group, row, rows, own, left, size, count, scratch)
+            _multiply_group(group, row, rows, own, right, size, count, other)
+            for index in range(group):
+                to, sums = shifted(hidden, (row + index) * width + first), index * MOST
+                for column in range(0, count, LANES):
+                    at = min(column, count - LANES)
+                    risen = multiply(silu(load(scratch, sums + at)), load(other, sums + at))
+                    store(to, at, rounded(risen) if narrow else risen)
+            row += group
+
+
+@compiled
+def _multiply_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray, stored: Any) -> None:
+    """One thread's columns of all results: neighbours, as they lie in memory."""
+    x, settings, onto = array(given[0], 2, float32), array(given[1], 1, float32), array(given[3], 2, float32)
+    rows = x.shape[0]
+    width = array(given[WEIGHTS], 2, stored).shape[0] if settings[0] != 0.0 else 0
+    prepared, hidden, scratch = _regions(array(made[-1], 1, float32), rows, x.shape[1], width, thread)
+    weights, factor = given[WEIGHTS + 2 if width else WEIGHTS :], hidden if width else prepared
+    blocks, passed = 0, 0
+    for weight in weights:
+        blocks += _blocks(array(weight, 2, stored))
+    first, end = blocks * thread // threads, blocks * (thread + 1) // threads
+    for index, place in enumerate(weights):
+        weight, y = array(place, 2, stored), array(made[index], 2, float32)
+        count = _blocks(weight)
+        for block in range(max(first - passed, 0), min(end - passed, count)):
+            _multiply_block(y, onto, settings[2] != 0.0, factor, weight, block, scratch)
+        passed += count
+
+
+@compiled
+def _multiply_block(
+    y: np.ndarray, onto: np.ndarray, added: bool, factor: Any, weight: np.ndarray, block: int, scratch: Any
+) -> None:
+    """Some columns of y [N, O] = factor [N, I] times weight [O, I], to which `onto` [N, O] is added or not."""
+    (rows, width), size, row = y.shape, weight.shape[1], 0
+    first, count = _span(block, _columns(weight), width)
+    while row < rows:
+        group = _group(rows - row)
+        own, begin = shifted(factor, row * size), pointer(weight, first * size)
+        _multiply_group(group, row, rows, own, begin, size, count, scratch)
+        for index in range(group):
+            sums, at = shifted(scratch, index * MOST), (row + index) * width + first
+            _put(sums, count, pointer(y, 0), pointer(onto, 0), added, at)
+        row += group
+
+
+@compiled
+def _put(sums: Any, count: int, y: Any, onto: Any, added: bool, at: int) -> None:
+    """A row's part to its place."""
+    whole = count // LANES * LANES
+    for column in range(0, whole, LANES):
+        own = load(sums, column)
+        store(y, at + column, add(own, load(onto, at + column)) if added else own)
+    for column in range(whole, count):
+        y[at + column] = sums[column] + onto[at + column] if added else sums[column]
+
+
+@compiled
+def _multiply_group(group: int, row: int, rows: int, x: Any, weight: Any, size: int, count: int, to: Any) -> None:
+    """`to` [group, count], its rows MOST apart: x [group, I], from `row` of so many rows on, times weight [count, I]."""
+    if count % BY != 0:
+        for index in range(group):
+            own, made = shifted(x, index * size), shifted(to, index * MOST)
+            _multiply_rows(1, 1, own, weight, size, (0, size), count, made, None)
+    elif group == ROWS and rows > ROWS:
+        after, end = as_bytes(shifted(x, group * size)), shifted(weight, count * size)
+        step, asked = count // ACROSS - ROWS_AHEAD, distance(weight, end)
+        for first in range(0, size, TERMS):
+            place = (row // ROWS * size + first) * step * (LINE // LANES)
+            upcoming = shifted(after, ROWS_AHEAD * first * (LINE // LANES))
+            following = upcoming, shifted(as_bytes(end), place) if place < asked else upcoming
+            _multiply_rows(ROWS, ACROSS, x, weight, size, (first, min(first + TERMS, size)), count, to, following)
+    elif group == ROWS:
+        _multiply_rows(ROWS, ACROSS, x, weight, size, (0, size), count, to, None)
+    elif group == 4:
+        _multiply_rows(4, ACROSS, x, weight, size, (0, size), count, to, None)
+    elif group == 2:
+        _multiply_rows(2, FEW_ACROSS, x, weight, size, (0, size), count, to, None)
+    else:
+        _multiply_rows(1, FEW_ACROSS, x, weight, size, (0, size), count, to, None)
 
 
 @compiled
 def _multiply_rows(
-    together: int, y: np.ndarray, x: np.ndarray, weight: np.ndarray, first: int, end: int, row: int
+    group: int,
+    across: int,
+    x: Any,
+    weight: Any,
+    size: int,
+    span: tuple[int, int],
+    count: int,
+    to: Any,
+    following: Any,
 ) -> None:
-    """So many rows by columns `first` to `end`, two at a time; of an odd number the last is computed twice."""
-    size, columns = x.shape[1], y.shape[1]
-    for column in range(first, end, 2):
-        other = min(column + 1, end - 1)
-        rows, left, right = pointer(x, row * size), pointer(weight, column * size), pointer(weight, other * size)
-        sums = zeros_block(literally(together))
-        for i in range(0, size, LANES):
-            prefetch(left, i + AHEAD)
-            prefetch(right, i + AHEAD)
-            sums = add_lanes(sums, rows, i, size, load(left, i), load(right, i))
-        store_sums(pointer(y, row * columns + column), columns, other - column, sums)
+    """The same for so many columns at once, which divide `count`, and a span of the terms, which are summed TERMS at a
+    time. What those before the span gave is there.
+
+    `following`: the next rows and the next weights, which are asked for meanwhile. None where the weights are used
+    once: they are asked for ahead of use.
+    """
+    first, end = span
+    for column in range(0, count, literally(across)):
+        beside, made = shifted(weight, column * size), shifted(to, column)
+        for begin in range(first, end, TERMS):
+            block = zeros_block(literally(group), literally(across))
+            for i in range(begin, min(begin + TERMS, end), LANES):
+                if following is None:
+                    prefetch_rows(literally(across), shifted(beside, i + AHEAD), size)
+                else:
+                    place = (i - begin) * (LINE // LANES)
+                    prefetch(_ahead(following, column // across, end - first), place)
+                block = add_all_lanes(block, shifted(x, i), size, shifted(beside, i), size)
+            if begin > 0:
+                add_sums(made, MOST, 1, block)
+            else:
+                store_sums(made, MOST, 1, block)
 
 
-def kernel(stored: np.dtype) -> Callable[[Any], int]:
-    """A custom call (x [N, I] float32, weight [O, I] of this dtype) -> y [N, O] float32."""
+@compiled
+def _ahead(following: Any, step: int, size: int) -> Any:
+    """What is asked for in this step: first the next rows, then a part of the next weights."""
+    (rows, weights), portion = following, size * (LINE // LANES)
+    if step < ROWS_AHEAD:
+        return shifted(rows, step * portion)
+    return shifted(weights, (step - ROWS_AHEAD) * portion)
+
+
+@compiled
+def _group(left: int) -> int:
+    """Rows of the next group."""
+    if left >= ROWS:
+        return ROWS
+    return 4 if left >= 4 else min(left, 2)
+
+
+@compiled
+def _span(block: int, columns: int, width: int) -> tuple[int, int]:
+    """First column of a block and their number. The last block has some of the one before, with the same results."""
+    first = max(min(block * columns, width - columns), 0)
+    return first, min(columns, width - first)
+
+
+@compiled
+def _columns(weight: np.ndarray) -> int:
+    """Of a block: a multiple of BY, or all of very few."""
+    width, size = weight.shape
+    fit = BLOCK_BYTES // (size * weight.itemsize) // BY * BY
+    return width if width < LEAST else min(max(fit, LEAST), MOST, width // BY * BY)
+
+
+@compiled
+def _blocks(weight: np.ndarray) -> int:
+    return -(-weight.shape[0] // _columns(weight))
+
+
+@compiled
+def _regions(workspace: np.ndarray, rows: int, size: int, width: int, thread: int) -> tuple[Any, Any, Any]:
+    """Prepared rows of x, what is gated, a thread's sums of a group, twice."""
+    prepared = pointer(workspace, 0)
+    hidden = shifted(prepared, rows * size)
+    return prepared, hidden, shifted(hidden, rows * width + thread * 2 * ROWS * MOST)
+
+
+def workspace_size(rows: int, size: int, width: int, threads: int) -> int:
+    """float32 numbers: rows of x, and of `width` columns that are gated, and each thread's sums."""
+    return rows * (size + width) + threads * 2 * ROWS * MOST
+
+
+def kernel(stored: np.dtype, threads: int) -> Callable[[Any], int]:
+    """A custom call: `given` -> `made` of `_multiply`."""
 
     def run(frame: Any) -> int:
         if is_call(frame):
-            given, made = arguments(frame), results(frame)
-            _multiply(array(made[0], 2, float32), array(given[0], 2, float32), array(given[1], 2, stored))
+            _multiply(arguments(frame), results(frame), threads, stored)
         return NO_ERROR
 
     return run

@@ -12,8 +12,9 @@ import numpy as np
 from numba import carray
 
 from dcpjax.models.numba_compile import compiled
-from dcpjax.models.numba_here import COLUMNS, LANES
 from dcpjax.models.numba_vector import (
+    COLUMNS,
+    LANES,
     add,
     exponential,
     horizontal_largest,

@@ -18,19 +18,18 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from dcpjax.models.numba_here import LANES
-
 TILE = 16  # rows of a tile; of a result also the columns
-ROW = 4 * LANES  # bytes in a row
-TERMS = ROW // 2  # bfloat16 numbers in a row of a factor
-SIZE = TILE * LANES  # float32 numbers or pairs in a tile
+PAIRS = 16  # of bfloat16 numbers in a row of a factor
+ROW = 4 * PAIRS  # bytes in a row
+TERMS = 2 * PAIRS  # bfloat16 numbers in a row of a factor
+SIZE = TILE * PAIRS  # float32 numbers or pairs in a tile
 PARTS = 3  # bfloat16 numbers whose sum is one float32
 
 _BYTE, _WORD, _LONG, _VOID = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.VoidType()
 _ANY = _BYTE.as_pointer()
-_WORDS, _HALVES = ir.VectorType(_WORD, LANES), ir.VectorType(ir.IntType(16), TILE)
+_WORDS, _HALVES = ir.VectorType(_WORD, PAIRS), ir.VectorType(ir.IntType(16), TILE)
 _MANY, _MANY_WORDS = ir.VectorType(ir.FloatType(), TERMS), ir.VectorType(_WORD, TERMS)
-_BY_TURNS = ir.Constant(_MANY_WORDS, [index for lane in range(LANES) for index in (lane, LANES + lane)])  # of two
+_BY_TURNS = ir.Constant(_MANY_WORDS, [index for lane in range(PAIRS) for index in (lane, PAIRS + lane)])  # of two
 
 
 @intrinsic
@@ -140,7 +139,7 @@ def split_rows(typing: Any, source: Any, stride: Any, to: Any, distance: Any) ->
         upper = ir.Constant(_MANY_WORDS, [0xFFFF0000] * TERMS)
         for row in range(TILE):
             left = builder.load(builder.bitcast(source, _MANY.as_pointer()), align=4)
-            at = builder.gep(to, [ir.Constant(_LONG, row * LANES)])
+            at = builder.gep(to, [ir.Constant(_LONG, row * PAIRS)])
             for _ in range(PARTS):
                 part = builder.bitcast(builder.and_(builder.bitcast(left, _MANY_WORDS), upper), _MANY)
                 builder.store(_halves(builder, part), builder.bitcast(at, _WORDS.as_pointer()), align=4)
@@ -229,8 +228,8 @@ def _transposed(builder: ir.IRBuilder, rows: Sequence[Any]) -> list[Any]:
     """Squares of 8, 4, 2 and 1 on either side of the diagonal change places."""
     rows = list(rows)
     for size in (8, 4, 2, 1):
-        upper = ir.Constant(_WORDS, [i if not i & size else LANES + i - size for i in range(LANES)])
-        lower = ir.Constant(_WORDS, [i + size if not i & size else LANES + i for i in range(LANES)])
+        upper = ir.Constant(_WORDS, [i if not i & size else PAIRS + i - size for i in range(PAIRS)])
+        lower = ir.Constant(_WORDS, [i + size if not i & size else PAIRS + i for i in range(PAIRS)])
         for i in range(TILE):
             if not i & size:
                 pair = rows[i], rows[i + size]

@@ -1,7 +1,6 @@
-"""Sixteen float32 at once as a type of Numba's: loads, stores and arithmetic of whole vector registers.
+"""As many float32 as a register holds as a type of Numba's: loads, stores and arithmetic of whole vector registers.
 
-LLVM makes such code of loops by itself only where it can prove much about them; here it is said outright, for any
-CPU: on one whose registers are shorter a vector takes several. Numbers lie behind pointers, which unlike arrays cost
+LLVM makes such code of loops by itself only where it can prove much about them; here it is said outright. Numbers lie behind pointers, which unlike arrays cost
 nothing to hand over; no index is checked. Knows nothing about attention.
 """
 
@@ -9,30 +8,37 @@ nothing to hand over; no index is checked. Knows nothing about attention.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
-from dcpjax.models.numba_here import COLUMNS, LANES
+from dcpjax.models.numba_here import WIDEST
+
+LONG = get_host_cpu_features().get("avx512f", False)  # 32 registers of 16 float32; elsewhere 16 of 8 are counted on
+LANES = WIDEST if LONG else WIDEST // 2  # float32 numbers that are taken at once
+COLUMNS = 2 * LANES  # of sums, which stay in registers
+ROWS = 8 if LONG else 4  # of so many columns
+SEGMENT = 4  # float32 numbers of a register's part that shuffles need not leave
 
 _FLOATS, _WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
 
 
 class _Vector(types.Type):
     def __init__(self) -> None:
-        super().__init__("float32x16")
+        super().__init__(f"float32x{LANES}")
 
 
 class _Block(types.Type):
-    """Rows of two vectors each. A block of a few rows stays in registers."""
+    """Rows of some vectors each, two by default. A block of a few rows stays in registers."""
 
-    def __init__(self, rows: int) -> None:
-        super().__init__(f"float32x32[{rows}]")
-        self.rows = rows
+    def __init__(self, rows: int, across: int = 2) -> None:
+        super().__init__(f"float32x{LANES}[{rows}, {across}]")
+        self.rows, self.across = rows, across
 
 
 @register_model(_Vector)
@@ -44,7 +50,7 @@ class _VectorModel(models.PrimitiveModel):
 @register_model(_Block)
 class _BlockModel(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: _Block) -> None:
-        super().__init__(manager, kind, ir.ArrayType(_FLOATS, 2 * kind.rows))
+        super().__init__(manager, kind, ir.ArrayType(_FLOATS, kind.rows * kind.across))
 
 
 _vector = _Vector()
@@ -71,16 +77,30 @@ def shifted(typing: Any, pointer: Any, count: Any) -> Any:
 
 
 @intrinsic
+def as_bytes(typing: Any, pointer: Any) -> Any:
+    """The same place, counted in bytes from there on."""
+    bytes_ = types.CPointer(types.uint8)
+    kind = ir.IntType(8).as_pointer()
+    return bytes_(pointer), lambda _, builder, __, values: builder.bitcast(values[0], kind)
+
+
+@intrinsic
+def distance(typing: Any, first: Any, second: Any) -> Any:
+    """How many bytes the second place is further."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        first, second = (builder.ptrtoint(value, ir.IntType(64)) for value in values)
+        return builder.sub(second, first)
+
+    return types.int64(first, second), generate
+
+
+@intrinsic
 def load(typing: Any, pointer: Any, index: Any) -> Any:
     """pointer[index : index + LANES] as float32. uint16 holds bfloat16, the upper half of a float32."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        at = _at(builder, *values[:2])
-        if signature.args[0].dtype == types.float32:
-            return builder.load(builder.bitcast(at, _FLOATS.as_pointer()), align=4)
-        halves = ir.VectorType(ir.IntType(16), LANES)
-        bits = builder.zext(builder.load(builder.bitcast(at, halves.as_pointer()), align=2), _WORDS)
-        return builder.bitcast(builder.shl(bits, ir.Constant(_WORDS, [16] * LANES)), _FLOATS)
+        return _load(builder, _at(builder, *values[:2]), signature.args[0])
 
     return _vector(pointer, types.intp), generate
 
@@ -106,6 +126,18 @@ def prefetch(typing: Any, pointer: Any, index: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp), generate
+
+
+@intrinsic(prefer_literal=True)
+def prefetch_rows(typing: Any, count: Any, pointer: Any, stride: Any) -> Any:
+    """The same of so many rows, each `stride` after the one before."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        for at in _rows(builder, *values[1:], signature.args[0].literal_value):
+            _prefetch(builder, at)
+        return context.get_dummy_value()
+
+    return types.void(count, pointer, types.intp), generate
 
 
 @intrinsic
@@ -181,6 +213,24 @@ def silu(typing: Any, vector: Any) -> Any:
 
 
 @intrinsic
+def rounded(typing: Any, vector: Any) -> Any:
+    """The nearest bfloat16 numbers, of two as near the even one, as float32; NaN stays NaN."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        def same(number: int) -> ir.Constant:
+            return ir.Constant(_WORDS, [number] * LANES)
+
+        bits = builder.bitcast(values[0], _WORDS)
+        odd = builder.and_(builder.lshr(bits, same(16)), same(1))
+        nearest = builder.add(builder.add(bits, odd), same(0x7FFF))
+        quiet = builder.or_(bits, same(0x400000))
+        nearest = builder.select(builder.fcmp_unordered("uno", values[0], values[0]), quiet, nearest)
+        return builder.bitcast(builder.and_(nearest, same(0xFFFF0000)), _FLOATS)
+
+    return _vector(vector), generate
+
+
+@intrinsic
 def horizontal_sum(typing: Any, vector: Any) -> Any:
     """The lanes' sum: halves are added until one is left."""
     return types.float32(vector), lambda _, builder, __, values: _reduced(builder, values[0], builder.fadd)
@@ -227,11 +277,13 @@ def store_block(typing: Any, pointer: Any, stride: Any, block: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def zeros_block(typing: Any, rows: Any) -> Any:
+def zeros_block(typing: Any, rows: Any, across: Any) -> Any:
+    """So many rows of so many vectors."""
+
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         return ir.Constant(context.get_value_type(signature.return_type), None)
 
-    return _Block(rows.literal_value)(rows), generate
+    return _Block(rows.literal_value, across.literal_value)(rows, across), generate
 
 
 @intrinsic
@@ -261,21 +313,65 @@ def add_lanes(typing: Any, block: Any, rows: Any, index: Any, stride: Any, left:
 
 
 @intrinsic
-def store_sums(typing: Any, pointer: Any, stride: Any, between: Any, block: Any) -> Any:
-    """The sum of each vector's lanes: of a row's second one `between` after that of its first."""
+def add_all_lanes(typing: Any, block: Any, left: Any, stride: Any, right: Any, between: Any) -> Any:
+    """block[row, column] + the vector at left[row * stride] * that at right[column * between], each rounded once."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        first, stride, between, block = values
-        for row, at in enumerate(_rows(builder, first, stride, signature.args[3].rows)):
-            for part, place in enumerate((at, _at(builder, at, between)), 2 * row):
-                builder.store(_reduced(builder, builder.extract_value(block, part), builder.fadd), place)
+        kind, lefts, _, rights, _ = signature.args
+        block, left, stride, right, between = values
+        columns = [_load(builder, at, rights) for at in _rows(builder, right, between, kind.across)]
+        for row, at in enumerate(_rows(builder, left, stride, kind.rows)):
+            own = _load(builder, at, lefts)
+            for part, column in enumerate(columns, row * kind.across):
+                sum_ = _fused(builder, own, column, builder.extract_value(block, part))
+                block = builder.insert_value(block, sum_, part)
+        return block
+
+    return block(block, left, types.intp, right, types.intp), generate
+
+
+@intrinsic
+def store_sums(typing: Any, pointer: Any, stride: Any, between: Any, block: Any) -> Any:
+    """The sum of each vector's lanes: rows `stride` apart, of a row's vectors `between`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        for place, sum_ in _placed_sums(builder, signature.args[3], *values):
+            builder.store(sum_, place)
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp, types.intp, block), generate
 
 
+@intrinsic
+def add_sums(typing: Any, pointer: Any, stride: Any, between: Any, block: Any) -> Any:
+    """The same, added to what is there."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        for place, sum_ in _placed_sums(builder, signature.args[3], *values):
+            builder.store(builder.fadd(builder.load(place), sum_), place)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.intp, types.intp, block), generate
+
+
+def _placed_sums(builder: ir.IRBuilder, kind: _Block, first: Any, stride: Any, between: Any, block: Any) -> Any:
+    """Where the sum of each vector's lanes goes, and the sum."""
+    sums = _sums(builder, [builder.extract_value(block, part) for part in range(kind.rows * kind.across)])
+    for row in _rows(builder, first, stride, kind.rows):
+        yield from zip(_rows(builder, row, between, kind.across), sums, strict=False)
+
+
 def _at(builder: ir.IRBuilder, pointer: Any, index: Any) -> Any:
     return builder.gep(pointer, [index])
+
+
+def _load(builder: ir.IRBuilder, at: Any, kind: Any) -> Any:
+    """As `load`, from a pointer of this kind."""
+    if kind.dtype == types.float32:
+        return builder.load(builder.bitcast(at, _FLOATS.as_pointer()), align=4)
+    halves = ir.VectorType(ir.IntType(16), LANES)
+    bits = builder.zext(builder.load(builder.bitcast(at, halves.as_pointer()), align=2), _WORDS)
+    return builder.bitcast(builder.shl(bits, ir.Constant(_WORDS, [16] * LANES)), _FLOATS)
 
 
 def _prefetch(builder: ir.IRBuilder, at: Any) -> None:
@@ -320,12 +416,41 @@ def _larger(builder: ir.IRBuilder, left: Any, right: Any) -> Any:
 
 
 def _reduced(builder: ir.IRBuilder, lanes: Any, combine: Any) -> Any:
-    word = ir.IntType(32)
-    for half in (8, 4, 2, 1):
+    word, half = ir.IntType(32), LANES
+    while half > 1:
+        half //= 2
         kind = ir.VectorType(word, half)
         low, high = (ir.Constant(kind, list(range(first, first + half))) for first in (0, half))
         lanes = combine(builder.shuffle_vector(lanes, lanes, low), builder.shuffle_vector(lanes, lanes, high))
     return builder.extract_element(lanes, ir.Constant(word, 0))
+
+
+def _sums(builder: ir.IRBuilder, vectors: Sequence[Any]) -> Iterator[Any]:
+    """The sum of each one's lanes, added as `_reduced` does: halves of two vectors at a time, until each lane of a
+    vector is the sum of another."""
+    # of each vector what its lanes hold: a part of whose sum, and which one of `width` parts
+    made = [(vector, [(owner, part) for part in range(LANES)]) for owner, vector in enumerate(vectors)]
+    width = LANES
+    while width > 1:
+        width //= 2
+        pairs = zip(made[::2], [*made[1::2], made[-1]], strict=False)
+        made = [_halved(builder, left, right, width) for left, right in pairs]
+    places = {owner: (vector, lane) for vector, held in reversed(made) for lane, (owner, _) in enumerate(held)}
+    for owner in range(len(vectors)):
+        vector, lane = places[owner]
+        yield builder.extract_element(vector, ir.Constant(ir.IntType(32), lane))
+
+
+def _halved(builder: ir.IRBuilder, left: Any, right: Any, width: int) -> Any:
+    """Two vectors of `_sums` -> one, in which the parts from `width` on were added to the first ones."""
+    held = [*left[1], *right[1]]
+    low = [lane for lane, (_, part) in enumerate(held) if part < width]
+    if width < SEGMENT:  # numbers that stay in their quarter or half of a register move faster
+        low.sort(key=lambda lane: lane % LANES // SEGMENT)
+    high = [held.index((held[lane][0], held[lane][1] + width), lane // LANES * LANES) for lane in low]
+    halves = (ir.Constant(_WORDS, lanes) for lanes in (low, high))
+    sums = builder.fadd(*(builder.shuffle_vector(left[0], right[0], lanes) for lanes in halves))
+    return sums, [held[lane] for lane in low]
 
 
 def _with_products(

@@ -18,8 +18,7 @@ from numba import int32, njit, prange
 
 from dcpjax.models.numba_call import NO_ERROR, arguments, array, is_call, results
 from dcpjax.models.numba_compile import compiled
-from dcpjax.models.numba_here import COLUMNS
-from dcpjax.models.numba_vector import pointer, prefetch, prefetch_columns
+from dcpjax.models.numba_vector import COLUMNS, pointer, prefetch, prefetch_columns
 
 RUN = 32  # tokens at most that are written together: their lines stay in the inner cache
 ALONE = 8  # tokens that one thread writes: a second one costs more to wake

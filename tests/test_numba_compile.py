@@ -49,7 +49,7 @@ from dcpjax.models import numba_attention, numba_dot
 passes = event.RecordingListener()
 event.register("numba:run_pass", passes)
 numba_attention._write_kernel(np.dtype(np.uint16), {parallel})
-numba_dot._vector_target(True)
+numba_dot._target(np.dtype(np.uint16), False)
 assert not passes.buffer, len(passes.buffer)
 """
 
@@ -58,7 +58,7 @@ assert not passes.buffer, len(passes.buffer)
 def test_a_kernel_that_is_kept_is_not_compiled_again(parallel):
     """Numba would link what a handler calls into it, and translate all of that, at every start."""
     numba_attention._write_kernel(np.dtype(np.uint16), parallel)
-    numba_dot._vector_target(True)
+    numba_dot._target(np.dtype(np.uint16), False)
     subprocess.run([sys.executable, "-c", STARTS_AGAIN.format(parallel=parallel)], check=True, timeout=120)
 
 
