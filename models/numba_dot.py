@@ -41,9 +41,9 @@ def fused_dots(
     """x [N, I] float32, each weight [O, I] -> [N, O] float32, where `suits` allows it; x is rounded to their dtype.
 
     In one call with what comes before and after:
-    `norm`: weight [I], of the weights' dtype, and epsilon of a root-mean-square norm of x. `gated`: the first two weights are
-    gate and up [F, I]; the others, [O, F], meet silu(x gate) * (x up), which is rounded as well. `onto` [N, O] float32:
-    what the only result is added to.
+    `norm`: of x, a root-mean-square norm: its weight [I], of the weights' dtype, and epsilon. `gated`: the first two
+    weights are gate and up [F, I]; the others, [O, F], meet silu(x gate) * (x up), which is rounded as well. `onto`
+    [N, O] float32: what the only result is added to.
     """
     stored = np.dtype(np.uint16 if weights[0].dtype == jnp.bfloat16 else np.float32)
     name, threads, workspace_size = _target(stored, suits_matrix_units(*weights))
@@ -70,5 +70,9 @@ def _target(stored: np.dtype, matrix_units: bool) -> tuple[str, int, Callable[..
     else:
         from dcpjax.models import numba_product
 
-        name, run, size = f"dcpjax_products_{stored}", numba_product.kernel(stored, threads), numba_product.workspace_size
+        name, run, size = (
+            f"dcpjax_products_{stored}",
+            numba_product.kernel(stored, threads),
+            numba_product.workspace_size,
+        )
     return numba_call.register(name, run, threads > 1), threads, size

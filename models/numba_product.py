@@ -27,14 +27,12 @@ from dcpjax.models.numba_vector import (
     add,
     add_all_lanes,
     add_sums,
-    as_bytes,
-    distance,
     horizontal_sum,
     load,
     multiply,
     multiply_add,
+    numbers_of_line,
     pointer,
-    prefetch,
     prefetch_rows,
     rounded,
     shifted,
@@ -48,13 +46,9 @@ from dcpjax.models.numba_vector import (
 
 BLOCK_BYTES = 2**17  # of weights, a quarter of the second cache of the smallest cores
 LEAST, MOST = 24, 96  # columns of a block
-ACROSS = 3  # columns that ROWS rows, or 4, meet at once
-FEW_ACROSS = 4  # the same of 1 or 2 rows
-BY = ACROSS * FEW_ACROSS
-AHEAD = 2048  # weights: how far ahead of use they are asked for where they are used once
+ACROSS = 3  # columns that ROWS rows, or 4, meet at once; 1 or 2 rows meet one, so that memory is read in a line
+AHEAD = 128  # cache lines: how far ahead of use weights are asked for where they are used once
 TERMS = 768  # summed in registers, of rows that stay in a core's first cache
-LINE = 64  # bytes
-ROWS_AHEAD = ROWS * LANES * 4 // LINE  # steps of a group in which the next one's rows are asked for
 ALONE = 16  # rows at most that are prepared by one thread: a second one costs more to wake
 WEIGHTS = 4  # of the arguments, where they begin
 
@@ -125,8 +119,8 @@ def _gate_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray, 
         left, right, row = pointer(gate, first * size), pointer(up, first * size), 0
         while row < rows:
             group, own = _group(rows - row), shifted(prepared, row * size)
-            _multiply_group(group, row, rows, own, left, size, count, scratch)
-            _multiply_group(group, row, rows, own, right, size, count, other)
+            _multiply_group(group, row == 0, own, left, size, count, scratch)
+            _multiply_group(group, row == 0, own, right, size, count, other)
             for index in range(group):
                 to, sums = shifted(hidden, (row + index) * width + first), index * MOST
                 for column in range(0, count, LANES):
@@ -166,7 +160,7 @@ def _multiply_block(
     while row < rows:
         group = _group(rows - row)
         own, begin = shifted(factor, row * size), pointer(weight, first * size)
-        _multiply_group(group, row, rows, own, begin, size, count, scratch)
+        _multiply_group(group, row == 0, own, begin, size, count, scratch)
         for index in range(group):
             sums, at = shifted(scratch, index * MOST), (row + index) * width + first
             _put(sums, count, pointer(y, 0), pointer(onto, 0), added, at)
@@ -185,73 +179,48 @@ def _put(sums: Any, count: int, y: Any, onto: Any, added: bool, at: int) -> None
 
 
 @compiled
-def _multiply_group(group: int, row: int, rows: int, x: Any, weight: Any, size: int, count: int, to: Any) -> None:
-    """`to` [group, count], its rows MOST apart: x [group, I], from `row` of so many rows on, times weight [count, I]."""
-    if count % BY != 0:
+def _multiply_group(group: int, new: bool, x: Any, weight: Any, size: int, count: int, to: Any) -> None:
+    """`to` [group, count], its rows MOST apart: x [group, I] times weight [count, I], which is new to the caches or
+    not."""
+    if count % ACROSS != 0:
         for index in range(group):
-            own, made = shifted(x, index * size), shifted(to, index * MOST)
-            _multiply_rows(1, 1, own, weight, size, (0, size), count, made, None)
-    elif group == ROWS and rows > ROWS:
-        after, end = as_bytes(shifted(x, group * size)), shifted(weight, count * size)
-        step, asked = count // ACROSS - ROWS_AHEAD, distance(weight, end)
-        for first in range(0, size, TERMS):
-            place = (row // ROWS * size + first) * step * (LINE // LANES)
-            upcoming = shifted(after, ROWS_AHEAD * first * (LINE // LANES))
-            following = upcoming, shifted(as_bytes(end), place) if place < asked else upcoming
-            _multiply_rows(ROWS, ACROSS, x, weight, size, (first, min(first + TERMS, size)), count, to, following)
+            _multiply_rows(
+                1, 1, new, shifted(x, index * size), weight, size, (0, size), count, shifted(to, index * MOST)
+            )
     elif group == ROWS:
-        _multiply_rows(ROWS, ACROSS, x, weight, size, (0, size), count, to, None)
+        span = size if new else TERMS
+        for first in range(0, size, span):
+            _multiply_rows(ROWS, ACROSS, new, x, weight, size, (first, min(first + span, size)), count, to)
     elif group == 4:
-        _multiply_rows(4, ACROSS, x, weight, size, (0, size), count, to, None)
+        _multiply_rows(4, ACROSS, new, x, weight, size, (0, size), count, to)
     elif group == 2:
-        _multiply_rows(2, FEW_ACROSS, x, weight, size, (0, size), count, to, None)
+        _multiply_rows(2, 1, new, x, weight, size, (0, size), count, to)
     else:
-        _multiply_rows(1, FEW_ACROSS, x, weight, size, (0, size), count, to, None)
+        _multiply_rows(1, 1, new, x, weight, size, (0, size), count, to)
 
 
 @compiled
 def _multiply_rows(
-    group: int,
-    across: int,
-    x: Any,
-    weight: Any,
-    size: int,
-    span: tuple[int, int],
-    count: int,
-    to: Any,
-    following: Any,
+    group: int, across: int, new: bool, x: Any, weight: Any, size: int, span: tuple[int, int], count: int, to: Any
 ) -> None:
     """The same for so many columns at once, which divide `count`, and a span of the terms, which are summed TERMS at a
-    time. What those before the span gave is there.
-
-    `following`: the next rows and the next weights, which are asked for meanwhile. None where the weights are used
-    once: they are asked for ahead of use.
-    """
-    first, end = span
+    time; what those before the span gave is there. Cache lines of a new weight are each asked for once."""
+    (first, end), line = span, numbers_of_line(weight)
     for column in range(0, count, literally(across)):
         beside, made = shifted(weight, column * size), shifted(to, column)
         for begin in range(first, end, TERMS):
-            block = zeros_block(literally(group), literally(across))
-            for i in range(begin, min(begin + TERMS, end), LANES):
-                if following is None:
-                    prefetch_rows(literally(across), shifted(beside, i + AHEAD), size)
-                else:
-                    place = (i - begin) * (LINE // LANES)
-                    prefetch(_ahead(following, column // across, end - first), place)
+            after, block = min(begin + TERMS, end), zeros_block(literally(group), literally(across))
+            whole = after - (after - begin) % line if new else begin
+            for i in range(begin, whole, line):
+                prefetch_rows(literally(across), shifted(beside, i * across + AHEAD * line), line)
+                for j in range(i, i + line, LANES):
+                    block = add_all_lanes(block, shifted(x, j), size, shifted(beside, j), size)
+            for i in range(whole, after, LANES):
                 block = add_all_lanes(block, shifted(x, i), size, shifted(beside, i), size)
             if begin > 0:
                 add_sums(made, MOST, 1, block)
             else:
                 store_sums(made, MOST, 1, block)
-
-
-@compiled
-def _ahead(following: Any, step: int, size: int) -> Any:
-    """What is asked for in this step: first the next rows, then a part of the next weights."""
-    (rows, weights), portion = following, size * (LINE // LANES)
-    if step < ROWS_AHEAD:
-        return shifted(rows, step * portion)
-    return shifted(weights, (step - ROWS_AHEAD) * portion)
 
 
 @compiled
@@ -271,10 +240,10 @@ def _span(block: int, columns: int, width: int) -> tuple[int, int]:
 
 @compiled
 def _columns(weight: np.ndarray) -> int:
-    """Of a block: a multiple of BY, or all of very few."""
+    """Of a block: a multiple of ACROSS, or all of very few."""
     width, size = weight.shape
-    fit = BLOCK_BYTES // (size * weight.itemsize) // BY * BY
-    return width if width < LEAST else min(max(fit, LEAST), MOST, width // BY * BY)
+    fit = BLOCK_BYTES // (size * weight.itemsize) // ACROSS * ACROSS
+    return width if width < LEAST else min(max(fit, LEAST), MOST, width // ACROSS * ACROSS)
 
 
 @compiled

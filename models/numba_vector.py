@@ -1,7 +1,7 @@
 """As many float32 as a register holds as a type of Numba's: loads, stores and arithmetic of whole vector registers.
 
-LLVM makes such code of loops by itself only where it can prove much about them; here it is said outright. Numbers lie behind pointers, which unlike arrays cost
-nothing to hand over; no index is checked. Knows nothing about attention.
+LLVM makes such code of loops by itself only where it can prove much about them; here it is said outright. Numbers lie
+behind pointers, which unlike arrays cost nothing to hand over; no index is checked. Knows nothing about attention.
 """
 
 # Numba calls these functions otherwise than they are defined
@@ -23,6 +23,7 @@ LONG = get_host_cpu_features().get("avx512f", False)  # 32 registers of 16 float
 LANES = WIDEST if LONG else WIDEST // 2  # float32 numbers that are taken at once
 COLUMNS = 2 * LANES  # of sums, which stay in registers
 ROWS = 8 if LONG else 4  # of so many columns
+LINE = 64  # bytes of the cache
 SEGMENT = 4  # float32 numbers of a register's part that shuffles need not leave
 
 _FLOATS, _WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
@@ -77,22 +78,10 @@ def shifted(typing: Any, pointer: Any, count: Any) -> Any:
 
 
 @intrinsic
-def as_bytes(typing: Any, pointer: Any) -> Any:
-    """The same place, counted in bytes from there on."""
-    bytes_ = types.CPointer(types.uint8)
-    kind = ir.IntType(8).as_pointer()
-    return bytes_(pointer), lambda _, builder, __, values: builder.bitcast(values[0], kind)
-
-
-@intrinsic
-def distance(typing: Any, first: Any, second: Any) -> Any:
-    """How many bytes the second place is further."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        first, second = (builder.ptrtoint(value, ir.IntType(64)) for value in values)
-        return builder.sub(second, first)
-
-    return types.int64(first, second), generate
+def numbers_of_line(typing: Any, pointer: Any) -> Any:
+    """How many such numbers a cache line holds."""
+    count = LINE * 8 // pointer.dtype.bitwidth
+    return types.intp(pointer), lambda *_: ir.Constant(ir.IntType(64), count)
 
 
 @intrinsic
@@ -142,11 +131,11 @@ def prefetch_rows(typing: Any, count: Any, pointer: Any, stride: Any) -> Any:
 
 @intrinsic
 def prefetch_columns(typing: Any, pointer: Any, index: Any) -> Any:
-    """Ask for the cache lines, of 64 bytes, of pointer[index : index + COLUMNS]."""
+    """Ask for the cache lines of pointer[index : index + COLUMNS]."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         at = _at(builder, *values[:2])
-        for lane in range(0, COLUMNS, 64 // (signature.args[0].dtype.bitwidth // 8)):
+        for lane in range(0, COLUMNS, LINE * 8 // signature.args[0].dtype.bitwidth):
             _prefetch(builder, _at(builder, at, ir.Constant(ir.IntType(64), lane)))
         return context.get_dummy_value()
 

@@ -67,7 +67,9 @@ def test_rows_of_more_than_one_panel_equal_the_float64_product():
 
 
 @pytest.mark.usefixtures("either")
-@pytest.mark.parametrize(("rows", "width", "dtype"), [(1, 96, jnp.bfloat16), (40, 96, jnp.bfloat16), (13, 16, jnp.float32)])
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype"), [(1, 96, jnp.bfloat16), (40, 96, jnp.bfloat16), (13, 16, jnp.float32)]
+)
 def test_kernels_norm_gate_and_add_as_xla_does(rows, width, dtype):
     x, gate = drawn(rows, 64, width, dtype)
     up, down = drawn(rows + 1, 64, width, dtype)[1], drawn(rows + 2, width, 64, dtype)[1]
@@ -138,7 +140,7 @@ def test_a_rows_result_does_not_depend_on_the_other_rows(dtype):
 
 
 def test_what_the_kernels_cannot_take_stays_with_xla(monkeypatch):
-    x, weight = drawn(4, 64, 16, jnp.float32)
+    _, weight = drawn(4, 64, 16, jnp.float32)
     bfloat16 = weight.astype(jnp.bfloat16)
     assert suits(4, weight)
     assert not suits(4, weight.astype(jnp.float16))
