@@ -1,8 +1,8 @@
 """Matrix products with kernels for CPUs, which read weights as fast as memory gives them.
 
 XLA's CPU backend packs the weights anew in each call, and raises bfloat16 to float32 where there are no matrix units.
-bfloat16 weights meet the rows on the CPU's matrix units if it has them (`numba_matrix`), else on its vector
-units, as float32 weights do (`numba_product`). Needs Numba and one device that has the CPU to itself.
+bfloat16 weights meet the rows on the CPU's matrix units if it has them (`numba_matrix`), else on its vector units, as
+float32 weights do (`numba_product`). Needs Numba and one device that has the CPU to itself.
 """
 
 from collections.abc import Callable
@@ -70,9 +70,6 @@ def _target(stored: np.dtype, matrix_units: bool) -> tuple[str, int, Callable[..
     else:
         from dcpjax.models import numba_product
 
-        name, run, size = (
-            f"dcpjax_products_{stored}",
-            numba_product.kernel(stored, threads),
-            numba_product.workspace_size,
-        )
+        name, run = f"dcpjax_products_{stored}", numba_product.kernel(stored, threads)
+        size = numba_product.workspace_size
     return numba_call.register(name, run, threads > 1), threads, size
