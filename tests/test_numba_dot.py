@@ -46,7 +46,7 @@ def test_vector_units_equal_the_float64_product_of_rounded_numbers(rows, columns
     x, _ = drawn(rows, terms, 1, dtype)
     weights = [drawn(count, terms, count, dtype)[1] for count in columns]
     for found, weight in zip(jax.jit(fused_dots)(x, *weights), weights, strict=True):
-        np.testing.assert_allclose(found, exact(x, weight), rtol=1e-5, atol=5e-5)
+        np.testing.assert_allclose(found, exact(x, weight), rtol=1e-5, atol=1e-5 if terms == 96 else 5e-5)
 
 
 @matrix_units

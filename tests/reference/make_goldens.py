@@ -5,7 +5,7 @@
 `golden.npz` holds `prompt`, `logits` (every prompt position, one forward pass), `greedy` and `greedy_logits`,
 then `short_prompt`, `short_greedy`, `long_prompt` and `long_greedy`. The weights are float32, the arithmetic float64
 (transformers keeps norms, softmax and angles in float32): in float32 torch's logits differ by 3e-5 from one CPU to the
-next, which is more than dcpjax is allowed. Knows nothing of dcpjax.
+next, and no golden could be made again. Knows nothing of dcpjax.
 """
 
 import argparse
