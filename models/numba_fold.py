@@ -109,12 +109,10 @@ def _score_rows(together: int, scores: Any, size: int, q: Any, depth: int, store
     """The same of keys [S, D], two slots at a time; an odd last one is scored with itself."""
     rows, stride, _ = stored
     for slot in range(0, slots, 2):
-        left = shifted(rows, slot * stride)
-        beside = 1 if slot + 1 < slots else 0
-        right = shifted(left, beside * stride)
+        both, beside = shifted(rows, slot * stride), 1 if slot + 1 < slots else 0
         block = zeros_block(literally(together), 2)
         for dim in range(0, depth, LANES):
-            block = add_lanes(block, q, dim, depth, load(left, dim), load(right, dim))
+            block = add_lanes(block, shifted(q, dim), depth, shifted(both, dim), beside * stride)
         store_sums(shifted(scores, slot), size, beside, block)
 
 

@@ -25,7 +25,7 @@ from dcpjax.models.numba_vector import (
     LANES,
     ROWS,
     add,
-    add_all_lanes,
+    add_lanes,
     add_sums,
     horizontal_sum,
     load,
@@ -111,9 +111,8 @@ def _gate_share(thread: int, threads: int, given: np.ndarray, made: np.ndarray, 
     x, gate, up = array(given[0], 2, float32), array(given[WEIGHTS], 2, stored), array(given[WEIGHTS + 1], 2, stored)
     (rows, size), width = x.shape, gate.shape[0]
     prepared, hidden, scratch = _regions(array(made[-1], 1, float32), rows, size, width, thread)
-    columns, narrow = _columns(gate), gate.itemsize == 2
+    columns, narrow, blocks = _columns(gate), gate.itemsize == 2, _blocks(gate)
     other = shifted(scratch, ROWS * MOST)
-    blocks = -(-width // columns)
     for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
         first, count = _span(block, columns, width)
         left, right, row = pointer(gate, first * size), pointer(up, first * size), 0
@@ -214,9 +213,9 @@ def _multiply_rows(
             for i in range(begin, whole, line):
                 prefetch_rows(literally(across), shifted(beside, i * across + AHEAD * line), line)
                 for j in range(i, i + line, LANES):
-                    block = add_all_lanes(block, shifted(x, j), size, shifted(beside, j), size)
+                    block = add_lanes(block, shifted(x, j), size, shifted(beside, j), size)
             for i in range(whole, after, LANES):
-                block = add_all_lanes(block, shifted(x, i), size, shifted(beside, i), size)
+                block = add_lanes(block, shifted(x, i), size, shifted(beside, i), size)
             if begin > 0:
                 add_sums(made, MOST, 1, block)
             else:

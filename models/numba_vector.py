@@ -8,7 +8,7 @@ behind pointers, which unlike arrays cost nothing to hand over; no index is chec
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -280,29 +280,16 @@ def add_products(typing: Any, block: Any, factors: Any, index: Any, stride: Any,
     """block[row] + factors[index + row * stride] * (left, right), each rounded once where the CPU can."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        def factor(at: Any) -> Any:
-            return _spread(builder, builder.load(at))
-
-        return _with_products(builder, signature.args[0].rows, factor, *values)
+        block, factors, index, stride, *vectors = values
+        for row, at in enumerate(_rows(builder, _at(builder, factors, index), stride, signature.args[0].rows)):
+            block = _with_products(builder, block, row, _spread(builder, builder.load(at)), vectors)
+        return block
 
     return block(block, factors, types.intp, types.intp, left, right), generate
 
 
 @intrinsic
-def add_lanes(typing: Any, block: Any, rows: Any, index: Any, stride: Any, left: Any, right: Any) -> Any:
-    """block[row] + (left, right) * what lies at rows[index + row * stride], lane by lane, each rounded once."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        def factor(at: Any) -> Any:
-            return builder.load(builder.bitcast(at, _FLOATS.as_pointer()), align=4)
-
-        return _with_products(builder, signature.args[0].rows, factor, *values)
-
-    return block(block, rows, types.intp, types.intp, left, right), generate
-
-
-@intrinsic
-def add_all_lanes(typing: Any, block: Any, left: Any, stride: Any, right: Any, between: Any) -> Any:
+def add_lanes(typing: Any, block: Any, left: Any, stride: Any, right: Any, between: Any) -> Any:
     """block[row, column] + the vector at left[row * stride] * that at right[column * between], each rounded once."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
@@ -310,10 +297,7 @@ def add_all_lanes(typing: Any, block: Any, left: Any, stride: Any, right: Any, b
         block, left, stride, right, between = values
         columns = [_load(builder, at, rights) for at in _rows(builder, right, between, kind.across)]
         for row, at in enumerate(_rows(builder, left, stride, kind.rows)):
-            own = _load(builder, at, lefts)
-            for part, column in enumerate(columns, row * kind.across):
-                sum_ = _fused(builder, own, column, builder.extract_value(block, part))
-                block = builder.insert_value(block, sum_, part)
+            block = _with_products(builder, block, row, _load(builder, at, lefts), columns)
         return block
 
     return block(block, left, types.intp, right, types.intp), generate
@@ -442,21 +426,10 @@ def _halved(builder: ir.IRBuilder, left: Any, right: Any, width: int) -> Any:
     return sums, [held[lane] for lane in low]
 
 
-def _with_products(
-    builder: ir.IRBuilder,
-    rows: int,
-    factor: Callable[[Any], Any],
-    block: Any,
-    first: Any,
-    index: Any,
-    stride: Any,
-    *vectors: Any,
-) -> Any:
-    """block[row] + the vectors times the factor that lies there for this row."""
-    for row, at in enumerate(_rows(builder, _at(builder, first, index), stride, rows)):
-        own = factor(at)
-        for part, vector in enumerate(vectors, 2 * row):
-            block = builder.insert_value(block, _fused(builder, own, vector, builder.extract_value(block, part)), part)
+def _with_products(builder: ir.IRBuilder, block: Any, row: int, factor: Any, vectors: Sequence[Any]) -> Any:
+    """block[row] + the factor times each of the row's vectors."""
+    for part, vector in enumerate(vectors, row * len(vectors)):
+        block = builder.insert_value(block, _fused(builder, factor, vector, builder.extract_value(block, part)), part)
     return block
 
 
