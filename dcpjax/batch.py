@@ -83,21 +83,30 @@ def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) ->
     rows = shapes.rows(len(step))
     size = rows if decode_only else shapes.tokens(total)
     tile = 0 if decode_only else shapes.prefill_tile(size)
-    tokens, positions, row_of = (np.full(size, -1, np.int32) for _ in range(3))
+    tokens, positions, row_of, last = list[int](), list[int](), list[int](), list[int]()
     table = np.full((rows, shapes.table_width), -1, np.int32)
-    last, seats = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-    first = 0
-    for row, scheduled in enumerate(step):
-        stop = scheduled.start + scheduled.count
-        end = first + scheduled.count
-        tokens[first:end] = scheduled.request.tokens(scheduled.start, stop)
-        positions[first:end] = np.arange(scheduled.start, stop)
-        row_of[first:end] = row
-        table[row, : len(scheduled.block_table)] = scheduled.block_table
-        last[row], seats[row] = end - 1, scheduled.request.seat
-        first = end
-    work = Work(positions, row_of, table, _tiles(step, rows, size, tile, geometry))  # type: ignore[arg-type]
-    return Batch(tokens, work, last, seats)  # type: ignore[arg-type]
+    for row, entry in enumerate(step):
+        stop = entry.start + entry.count
+        tokens += entry.request.tokens(entry.start, stop)
+        positions += range(entry.start, stop)
+        row_of += [row] * entry.count
+        last.append(len(tokens) - 1)
+        table[row, : len(entry.block_table)] = entry.block_table
+    work = Work(
+        padded(positions, size, fill=-1),  # type: ignore[arg-type]
+        padded(row_of, size, fill=-1),  # type: ignore[arg-type]
+        table,  # type: ignore[arg-type]
+        _tiles(step, rows, size, tile, geometry),
+    )
+    seats = padded([entry.request.seat for entry in step], rows, fill=0)
+    return Batch(padded(tokens, size, fill=-1), work, padded(last, rows, fill=0), seats)  # type: ignore[arg-type]
+
+
+def padded(values: Sequence[int] | np.ndarray, size: int, *, fill: int) -> np.ndarray:
+    """[size] int32."""
+    array = np.full(size, fill, np.int32)
+    array[: len(values)] = values
+    return array
 
 
 def _tiles(step: Sequence[Scheduled], rows: int, size: int, tile: int, geometry: CacheGeometry) -> tuple[Tiles, ...]:
@@ -122,7 +131,8 @@ def _tiles_of(wanted: Sequence[bool], step: Sequence[Scheduled], size: int) -> l
 
 
 def _pack(tiles: Sequence[tuple[int, int, int]], size: int, capacity: int, geometry: CacheGeometry) -> Tiles:
-    start, row, chunks = (np.zeros(capacity, np.int32) for _ in range(3))
-    for index, (first, owner, last_position) in enumerate(tiles):
-        start[index], row[index], chunks[index] = first, owner, geometry.chunks(last_position + 1)
+    start, row, chunks = np.zeros((3, capacity), np.int32)
+    if tiles:
+        start[: len(tiles)], row[: len(tiles)], last_positions = np.array(tiles, np.int32).T
+        chunks[: len(tiles)] = geometry.chunks(last_positions + 1)
     return Tiles(start, row, chunks, np.int32(len(tiles)), size)  # type: ignore[arg-type]

@@ -142,16 +142,17 @@ class Engine:
             result = self.runner.collect(flight.launched)
         except Exception as error:
             return self._fail(flight.entries, error)
+        now = time.monotonic()
         changed = [
             entry.request
             for row, entry in enumerate(flight.entries)
-            if entry.request.status is not Status.FINISHED and self._take(entry, row, result)
+            if entry.request.status is not Status.FINISHED and self._take(entry, row, result, now)
         ]
-        if not all(result.finite[: len(flight.entries)]):
+        if not all(result.finite):
             self.blocks.forget_free()  # also those of a request that has left its blocks since the step was started
         return changed
 
-    def _take(self, entry: Scheduled, row: int, result: StepResult) -> bool:
+    def _take(self, entry: Scheduled, row: int, result: StepResult, now: float) -> bool:
         """Give a request its row of the result. True if it has a new token or ended."""
         request = entry.request
         request.num_in_flight -= entry.samples
@@ -162,15 +163,15 @@ class Engine:
         elif entry.samples:
             if result.scores and (scores := result.scores[row]):
                 request.scores.append(scores)
-            self._append(request, int(result.tokens[row]))
+            self._append(request, result.tokens[row], now)
         if request.status is Status.FINISHED:
             self.end(request)
         return entry.samples or request.status is Status.FINISHED
 
-    def _append(self, request: Request, token: int) -> None:
+    def _append(self, request: Request, token: int, now: float) -> None:
         request.output_token_ids.append(token)
         self.scheduler.counters.generated_tokens += 1
-        _note_token(request.metrics, time.monotonic())
+        _note_token(request.metrics, now)
         if token in request.end_token_ids and len(request.output_token_ids) > request.params.min_tokens:
             request.finish("stop", token if token in request.params.stop_tokens else None)
         elif len(request.output_token_ids) >= request.max_tokens:

@@ -78,31 +78,36 @@ def _draws(request: Request) -> bool:
     return request.params.temperature >= LEAST_TEMPERATURE
 
 
-def _num_generated(request: Request) -> int:
-    return len(request.output_token_ids) + request.num_in_flight
-
-
 def draw_of(asking: Rows, rows: int) -> Draw | None:
     drawing = [(row, request) for row, request in asking if _draws(request)]
     if not drawing:
         return None
-    temperature, generated = np.zeros(rows, np.float32), np.zeros(rows, np.int32)
-    seed = np.zeros((rows, 2), np.uint32)
+    temperature, seed, generated = [0.0] * rows, [(0, 0)] * rows, [0] * rows
     for row, request in drawing:
-        temperature[row], generated[row] = request.params.temperature, _num_generated(request)
-        seed[row] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
-    return Draw(temperature, seed, generated)  # type: ignore[arg-type]
+        temperature[row], generated[row] = request.params.temperature, request.num_generated
+        seed[row] = divmod(request.seed % 2**64, 2**32)
+    return Draw(
+        np.array(temperature, np.float32),  # type: ignore[arg-type]
+        np.array(seed, np.uint32),  # type: ignore[arg-type]
+        np.array(generated, np.int32),  # type: ignore[arg-type]
+    )
 
 
 def cut_of(asking: Rows, rows: int, vocab_size: int) -> Cut | None:
-    min_p, top_p, top_k = np.zeros(rows, np.float32), np.ones(rows, np.float32), np.zeros(rows, np.int32)
-    for row, request in asking:
-        if _draws(request):
-            params = request.params
-            min_p[row], top_p[row] = params.min_p, params.top_p
-            top_k[row] = params.top_k if 0 < params.top_k < vocab_size else 0
-    parts = min_p if min_p.any() else None, top_k if top_k.any() else None, top_p if (top_p < 1).any() else None
-    return None if all(part is None for part in parts) else Cut(*parts)  # type: ignore[arg-type]
+    drawing = [(row, request.params) for row, request in asking if _draws(request)]
+    if not drawing:
+        return None
+    min_p, top_k, top_p = [0.0] * rows, [0] * rows, [1.0] * rows
+    for row, params in drawing:
+        min_p[row], top_p[row] = params.min_p, params.top_p
+        top_k[row] = params.top_k if 0 < params.top_k < vocab_size else 0
+    if not any(min_p) and not any(top_k) and min(top_p) == 1.0:
+        return None
+    return Cut(
+        np.array(min_p, np.float32) if any(min_p) else None,  # type: ignore[arg-type]
+        np.array(top_k, np.int32) if any(top_k) else None,  # type: ignore[arg-type]
+        np.array(top_p, np.float32) if min(top_p) < 1.0 else None,  # type: ignore[arg-type]
+    )
 
 
 def bias_of(asking: Rows, rows: int) -> Bias | None:
@@ -120,7 +125,9 @@ def bias_of(asking: Rows, rows: int) -> Bias | None:
 
 def _banned(request: Request) -> list[int]:
     """Tokens that would end the request too early or complete a bad word."""
-    early = _num_generated(request) < request.params.min_tokens
+    early = request.num_generated < request.params.min_tokens
+    if not early and not request.bad_words:
+        return []
     banned = set(request.end_token_ids) if early else set()
     if request.bad_words:
         assert not request.num_in_flight or all(len(word) == 1 for word in request.bad_words), "a token is unknown"

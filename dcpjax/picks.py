@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dcpjax.batch import Batch, Shapes
+from dcpjax.batch import Batch, Shapes, padded
 from dcpjax.buckets import round_up
 from dcpjax.sampling import SamplingBatch
 from dcpjax.scheduler import Scheduled
@@ -33,7 +33,7 @@ class Choice:
             return None
         size = shapes.rows(len(rows))
         options = SamplingBatch.build([step[row].request for row in rows], size, vocab_size)
-        return cls(_padded([int(batch.last[row]) for row in rows], size, fill=0), options)
+        return cls(padded(np.asarray(batch.last)[rows], size, fill=0), options)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Scoring:
             return None
         targets = [step[row].request.prompt_token_ids[position + 1] for row, _, position in scored]
         indices = [index for _, index, _ in scored]
-        return cls(_padded(indices, size, fill=0), _padded(targets, size, fill=-1), count)
+        return cls(padded(indices, size, fill=0), padded(targets, size, fill=-1), count)
 
 
 def choosing_rows(step: Sequence[Scheduled]) -> list[int]:
@@ -75,9 +75,3 @@ def scored_tokens(step: Sequence[Scheduled]) -> list[tuple[int, int, int]]:
             found.extend((row, first + position - entry.start, position) for position in range(entry.start, stop))
         first += entry.count
     return found
-
-
-def _padded(values: Sequence[int], size: int, *, fill: int) -> np.ndarray:
-    array = np.full(size, fill, np.int32)
-    array[: len(values)] = values
-    return array

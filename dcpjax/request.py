@@ -93,12 +93,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_known + self.num_in_flight
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
 
     @property
     def num_pending(self) -> int:
         """Tokens whose keys and values are not in the cache yet; 1 while decoding."""
-        return self.num_tokens - self.num_computed
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight - self.num_computed
 
     @property
     def scores_prompt(self) -> bool:
@@ -108,23 +108,23 @@ class Request:
     @property
     def goes_on(self) -> bool:
         """Whether a token follows the newest, as far as is known."""
-        return self.num_generated < self.max_tokens
+        return len(self.output_token_ids) + self.num_in_flight < self.max_tokens
 
     @property
     def waits_for_token(self) -> bool:
         """Whether the next step has to know, on the host, the token in flight; or there is no next step."""
         if not self.num_in_flight:
             return False
-        by_host = self.guide is not None or any(len(word) > 1 for word in self.bad_words)
-        return by_host or not self.goes_on
+        by_host = self.guide is not None or (self.bad_words and any(len(word) > 1 for word in self.bad_words))
+        return bool(by_host) or not self.goes_on
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids at positions start .. stop-1; `UNKNOWN` for one in flight."""
         prompt = len(self.prompt_token_ids)
-        known = (
-            self.prompt_token_ids[start:stop] + self.output_token_ids[max(0, start - prompt) : max(0, stop - prompt)]
-        )
-        return known + [UNKNOWN] * (stop - max(start, self.num_known))
+        if stop <= prompt:
+            return self.prompt_token_ids[start:stop]
+        known = self.prompt_token_ids[start:] + self.output_token_ids[max(0, start - prompt) : stop - prompt]
+        return known + [UNKNOWN] * (stop - start - len(known))
 
     def keys(self, blocks: int, block_size: int) -> list[Key]:
         """The names of its root and of its first `blocks` full blocks."""

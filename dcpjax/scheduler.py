@@ -19,7 +19,7 @@ LEAST_COPIED = 64  # tokens worth copying from a partly matching block: a tile o
 SCORED_CHUNK = 128  # prompt tokens per step when their log-probabilities are wanted: each needs a row of logits
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: many are made at every step, and that takes thrice as long
 class Scheduled:
     """Tokens `start .. start + count - 1` of one request, and its blocks."""
 
@@ -78,7 +78,7 @@ class Scheduler:
         self.blocks, self.geometry, self.limits = blocks, geometry, limits
         self.counters = Counters()
         self.waiting: list[Request] = []  # in the order they are to be served
-        self.running: list[Request] = []
+        self.running: list[Request] = []  # in the same order
         self._seats = list(range(limits.max_num_seqs))  # a heap: the lowest seat is taken first
 
     @property
@@ -97,15 +97,21 @@ class Scheduler:
                 f"{len(request.prompt_token_ids)} + {request.max_tokens} tokens need {needed} blocks; "
                 f"raise kv_cache_memory_bytes or shorten the request"
             )
-        insort(self.waiting, request, key=lambda request: request.order)
+        insort(self.waiting, request, key=_order)
 
     def schedule(self) -> list[Scheduled]:
         """Choose the next step's tokens and give them blocks. Entries of one token come first in the list."""
         draft = Draft(self.limits.max_num_batched_tokens)
-        for request in self._decodes():
+        prompts, decodes = list[Request](), list[Request]()
+        for request in self.running:
+            if request.num_pending > 1:
+                prompts.append(request)
+            elif request.num_pending == 1 and not request.waits_for_token:
+                decodes.append(request)
+        for request in decodes:
             self._continue(request, draft)
         self._set_pace(draft)
-        for request in self._prompts():
+        for request in prompts:
             self._continue(request, draft)
         while not draft.preempted and (request := self._next_waiting()):
             if not self._admit(request, draft):
@@ -116,13 +122,11 @@ class Scheduler:
         """Note that the step has been started: from the next step on, its tokens are in the cache."""
         self.counters.steps += 1
         for entry in step:
-            request = entry.request
+            request, prompt = entry.request, len(entry.request.prompt_token_ids)
             request.num_computed = entry.start + entry.count
             request.num_in_flight += entry.samples
-            self.counters.prompt_tokens += max(
-                0, min(len(request.prompt_token_ids), request.num_computed) - entry.start
-            )
-            self._hold(request, last=entry.start < len(request.prompt_token_ids) <= request.num_computed)
+            self.counters.prompt_tokens += max(0, min(prompt, request.num_computed) - entry.start)
+            self._hold(request, last=entry.start < prompt <= request.num_computed)
 
     def release(self, request: Request) -> None:
         """Forget a finished or aborted request and free its blocks."""
@@ -148,12 +152,6 @@ class Scheduler:
 
     # --- running requests
 
-    def _decodes(self) -> list[Request]:
-        return sorted((r for r in self.running if r.num_pending == 1 and not r.waits_for_token), key=_order)
-
-    def _prompts(self) -> list[Request]:
-        return sorted((r for r in self.running if r.num_pending > 1), key=_order)
-
     def _set_pace(self, draft: Draft) -> None:
         """Allow prompts a bucket's remainder beside decodes that somebody waits for, at least half of it."""
         decodes, pace = len(draft.entries), self.limits.pace
@@ -167,31 +165,30 @@ class Scheduler:
         """Put a running request's next tokens into the step, if it still runs once there is room."""
         if request.status is not Status.RUNNING or not draft.tokens_left:
             return
-        if self._fitting(request, draft, request.num_computed) and self._make_room(request, draft):
-            self._take(request, draft)
+        count = self._fitting(request, draft, request.num_computed)
+        if count and self._make_room(request, draft):
+            self._take(request, count, draft)
 
     def _fitting(self, request: Request, draft: Draft, start: int) -> int:
         """Tokens from `start` on that fit the step: at least one prompt advances, however late in its context."""
         pending = request.num_tokens - start
         count = min(pending, draft.tokens_left)
+        if pending == 1:
+            return count
         if request.scores_prompt:
             count = min(count, SCORED_CHUNK)
-        if pending > 1 and self.limits.pace and draft.prompt_work_left < float("inf"):
+        if self.limits.pace and draft.prompt_work_left < float("inf"):
             paid = self.limits.pace.fitting(draft.prompt_work_left, start)
             count = min(count, paid if draft.advances else max(paid, 1))
         return count
 
-    def _take(self, request: Request, draft: Draft, copy: tuple[int, int] | None = None) -> None:
-        count = self._fitting(request, draft, request.num_computed)
-        if request.num_pending > 1 and self.limits.pace:
+    def _take(self, request: Request, count: int, draft: Draft, copy: tuple[int, int] | None = None) -> None:
+        start, pending, table = request.num_computed, request.num_pending, self.blocks.table(request.number)
+        if pending > 1 and self.limits.pace:
             draft.advances = True
-            draft.prompt_work_left = max(
-                0.0, draft.prompt_work_left - self.limits.pace.work(request.num_computed, count)
-            )
+            draft.prompt_work_left = max(0.0, draft.prompt_work_left - self.limits.pace.work(start, count))
         draft.tokens_left -= count
-        table = self.blocks.table(request.number)
-        samples = count == request.num_pending
-        draft.entries.append(Scheduled(request, request.num_computed, count, table, samples, copy))
+        draft.entries.append(Scheduled(request, start, count, table, count == pending, copy))
 
     def _make_room(self, request: Request, draft: Draft) -> bool:
         """Give the request blocks for all its tokens, preempting younger ones; False if it preempted itself."""
@@ -199,7 +196,7 @@ class Scheduler:
         if total == len(self.blocks.table(request.number)):
             return True
         while not self.blocks.can_allocate(request.number, total):
-            youngest = max(self.running, key=_order)
+            youngest = self.running[-1]
             draft.entries = [entry for entry in draft.entries if entry.request is not youngest]
             draft.preempted = True
             self._preempt(youngest)
@@ -226,15 +223,16 @@ class Scheduler:
             return False
         match, total = self._match(request), self.geometry.blocks(request.num_tokens)
         found = len(match.blocks) * self.geometry.block_size + match.copied
-        if not self._fitting(request, draft, found) or not self.blocks.can_allocate(request.number, total, match):
+        count = self._fitting(request, draft, found)
+        if not count or not self.blocks.can_allocate(request.number, total, match):
             return False
         self.waiting.remove(request)
-        self.running.append(request)
+        insort(self.running, request, key=_order)
         request.status, request.seat = Status.RUNNING, heapq.heappop(self._seats)
         table = self.blocks.allocate(request.number, total, match)
         self._reuse(request, found)
         copy = None if match.source is None else (match.source, table[len(match.blocks)])
-        self._take(request, draft, copy)
+        self._take(request, count, draft, copy)
         return True
 
     def _match(self, request: Request) -> Match:
@@ -262,7 +260,7 @@ class Scheduler:
         self.counters.preemptions += 1
         request.metrics.preemptions += 1
         request.status = Status.WAITING
-        insort(self.waiting, request, key=lambda request: request.order)
+        insort(self.waiting, request, key=_order)
 
     def _leave(self, request: Request) -> None:
         """Give back the blocks and the seat; the blocks keep what they hold."""

@@ -7,8 +7,6 @@ of a model, and nothing about when requests come.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from dcpjax.engine import StepResult
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.plan_floor import Floor
@@ -55,8 +53,8 @@ class SimulatedDevice:
 
     def collect(self, launched: Launched) -> StepResult:
         self.clock.now = max(self.clock.now, launched.end)
-        sampled = np.array([answer_token(entry.request.number) for entry in launched.entries], np.int32)
-        return StepResult(sampled, np.ones(len(sampled), np.bool_))
+        sampled = [answer_token(entry.request.number) for entry in launched.entries]
+        return StepResult(sampled, [True] * len(sampled))
 
     def restore_cache(self) -> bool:
         return False

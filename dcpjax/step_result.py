@@ -16,8 +16,8 @@ from dcpjax.scoring import Logprobs
 class StepResult:
     """What a step gives back, in the order of its entries."""
 
-    tokens: np.ndarray  # int32; 0 where nothing was chosen
-    finite: np.ndarray  # bool: False where the logits, or without a choice the hidden state, held NaN or infinity
+    tokens: Sequence[int]  # 0 where nothing was chosen
+    finite: Sequence[bool]  # False where the logits, or without a choice the hidden state, held NaN or infinity
     scores: Sequence[TokenScores | None] | None = None  # of the sampled tokens, where wanted
     prompt_scores: Sequence[dict[int, TokenScores]] | None = None  # by position, where wanted
 
@@ -36,8 +36,8 @@ def step_result(
     if sampled is not None:
         tokens[rows], finite[rows] = sampled.tokens[: len(rows)], sampled.finite[: len(rows)]
     return StepResult(
-        tokens=tokens,
-        finite=finite,
+        tokens=tokens.tolist(),
+        finite=finite.tolist(),
         scores=_scores_of_samples(step, rows, sampled),
         prompt_scores=_scores_of_prompts(step, prompt_scores),
     )

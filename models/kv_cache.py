@@ -12,7 +12,7 @@ Knows positions, blocks and slots; knows nothing about requests or who owns a bl
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -88,13 +88,12 @@ class CacheGeometry:
         over = (min(max(rest - rank * self.interleave, 0), self.interleave) for rank in range(self.dcp))
         return tuple(stripes * self.interleave + extra for extra in over)
 
-    def chunks(self, tokens: int) -> int:
+    def chunks(self, tokens: Ints) -> Ints:
         """Chunks that hold the first `tokens` positions. From the global length: the same on every rank."""
-        if tokens <= 0:
-            return 0
-        block, offset = divmod(tokens - 1, self.block_size)
-        stripe, within = divmod(offset, self.dcp * self.interleave)
-        last_slot = stripe * self.interleave + min(within, self.interleave - 1)  # rank 0 fills first
+        last, stripe = tokens - 1, self.dcp * self.interleave
+        block, offset = last // self.block_size, last % self.block_size
+        within: Any = np.minimum(offset % stripe, self.interleave - 1)
+        last_slot = offset // stripe * self.interleave + within  # of rank 0, which fills first
         per_block = self.slots // self.chunk_slots_per_block
         if per_block > 1:
             return block * per_block + last_slot // self.chunk_slots_per_block + 1

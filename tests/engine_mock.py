@@ -183,9 +183,7 @@ class MockRunner:
         for row in launched.rows:
             self.write(row)
         found = [self.sample(row) for row in launched.rows]
-        launched.result = StepResult(
-            np.array([token or 0 for token in found], np.int32), np.array([token is not None for token in found])
-        )
+        launched.result = StepResult([token or 0 for token in found], [token is not None for token in found])
 
     def write(self, row: Row) -> None:
         self.computed += len(row.tokens)

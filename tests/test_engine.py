@@ -350,7 +350,7 @@ class ScoringRunner(MockRunner):
 
     def collect(self, launched: Any) -> StepResult:
         result = super().collect(launched)
-        result.scores = [scores(int(token)) for token in result.tokens]
+        result.scores = [scores(token) for token in result.tokens]
         result.prompt_scores = [
             {position: scores(position) for position in range(entry.start + 1, entry.start + entry.count)}
             for entry in launched.step

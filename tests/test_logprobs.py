@@ -1,5 +1,4 @@
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -8,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpjax.logprobs import Logprob, to_logprobs
+from dcpjax.outputs import RequestMetrics
+from dcpjax.request import Request
 from dcpjax.sampling import SamplingBatch, sample
 from dcpjax.sampling_params import SamplingParams
 from dcpjax.scoring import score, shared_count
@@ -28,11 +29,8 @@ def random_logits(seed: int, rows: int = 4) -> np.ndarray:
     return np.random.default_rng(seed).normal(scale=3.0, size=(rows, VOCAB)).astype(np.float32)
 
 
-def request(params: SamplingParams, seed: int) -> SimpleNamespace:
-    """What the sampler reads of a request."""
-    tokens = {"prompt_token_ids": [3], "output_token_ids": [3, 4], "num_in_flight": 0, "history": None}
-    rules = {"end_token_ids": frozenset(), "bad_words": (), "guide": None}
-    return SimpleNamespace(params=params, seed=seed, seat=-1, **tokens, **rules)
+def request(params: SamplingParams, seed: int) -> Request:
+    return Request(0, [3], params, 100, seed, frozenset(), RequestMetrics(0.0), output_token_ids=[3, 4])
 
 
 # --- on the device

@@ -1,6 +1,5 @@
 from collections.abc import Sequence
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,7 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dcpjax.bitmask import pack
 from dcpjax.options import Cut
+from dcpjax.outputs import RequestMetrics
 from dcpjax.processors import NEAR, cut, penalize
+from dcpjax.request import Request
 from dcpjax.sampling import SamplingBatch, sample
 from dcpjax.sampling_params import SamplingParams
 
@@ -38,21 +39,18 @@ class Allows:
 
 def request(
     params: SamplingParams, seed: int = 0, generated: int = 0, ends: Sequence[int] = (), **state: Any
-) -> SimpleNamespace:
-    """What the sampler reads of a request."""
-    default = {
-        "params": params,
-        "seed": seed,
-        "prompt_token_ids": PROMPT,
-        "output_token_ids": [0] * generated,
-        "num_in_flight": 0,
-        "seat": -1,
-        "end_token_ids": frozenset([*ends, *params.stop_tokens]),
-        "bad_words": (),
-        "guide": None,
-        "history": None,
-    }
-    return SimpleNamespace(**default | state)
+) -> Request:
+    default = {"prompt_token_ids": PROMPT, "output_token_ids": [0] * generated}
+    end_token_ids = frozenset([*ends, *params.stop_tokens])
+    return Request(
+        number=0,
+        params=params,
+        max_tokens=100,
+        seed=seed,
+        end_token_ids=end_token_ids,
+        metrics=RequestMetrics(0.0),
+        **default | state,
+    )
 
 
 def greedy(**options: Any) -> SamplingParams:
@@ -312,7 +310,7 @@ def test_a_seeded_draw_does_not_depend_on_what_neighbours_ask_for(neighbour):
         assert [mixed[1], mixed[3]] == [plain[1], plain[3]]
 
 
-def everyone(seed: int) -> tuple[np.ndarray, list[SimpleNamespace]]:
+def everyone(seed: int) -> tuple[np.ndarray, list[Request]]:
     """Logits and a request for every kind of option."""
     requests = [request(SamplingParams(**one), seed + row, seat=row % SEATS) for row, one in enumerate(NEIGHBOURS)]
     return np.random.default_rng(seed).normal(size=(len(requests), VOCAB)).astype(np.float32), requests

@@ -255,7 +255,7 @@ def test_a_step_in_which_nobody_chooses_ends_after_forward(monkeypatch: pytest.M
         monkeypatch.setattr(runner, program, None)
     before = np.array(runner.latest)
     result = run(runner, [silent(entry) for entry in scheduled([9, 9], count=9)])
-    assert (result.tokens.tolist(), result.finite.tolist(), result.scores) == ([0, 0], [True, True], None)
+    assert (result.tokens, result.finite, result.scores) == ([0, 0], [True, True], None)
     np.testing.assert_array_equal(np.array(runner.latest), before)
 
 
@@ -311,5 +311,5 @@ def test_a_row_that_is_not_finite_is_told_whether_or_not_it_chooses(chooses: boo
     good = run(runner, [sick, well]).tokens[1]
     runner.cache = jax.tree.map(lambda array: array.at[sick.block_table[0]].set(np.nan), runner.cache)
     result = run(runner, [sick if chooses else silent(sick), well])
-    assert result.finite.tolist() == [False, True]
+    assert result.finite == [False, True]
     assert result.tokens[1] == good
