@@ -103,7 +103,7 @@ def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) ->
 
 
 def padded(values: Sequence[int] | np.ndarray, size: int, *, fill: int) -> np.ndarray:
-    """[size] int32."""
+    """[size] int32: the values, then `fill`."""
     array = np.full(size, fill, np.int32)
     array[: len(values)] = values
     return array

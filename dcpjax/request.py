@@ -115,8 +115,8 @@ class Request:
         """Whether the next step has to know, on the host, the token in flight; or there is no next step."""
         if not self.num_in_flight:
             return False
-        by_host = self.guide is not None or (self.bad_words and any(len(word) > 1 for word in self.bad_words))
-        return bool(by_host) or not self.goes_on
+        by_host = self.guide is not None or any(len(word) > 1 for word in self.bad_words)
+        return by_host or not self.goes_on
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids at positions start .. stop-1; `UNKNOWN` for one in flight."""

@@ -19,7 +19,7 @@ LEAST_COPIED = 64  # tokens worth copying from a partly matching block: a tile o
 SCORED_CHUNK = 128  # prompt tokens per step when their log-probabilities are wanted: each needs a row of logits
 
 
-@dataclass(slots=True)  # not frozen: many are made at every step, and that takes thrice as long
+@dataclass(slots=True)  # not frozen: one is made for every token, and that would take three times as long
 class Scheduled:
     """Tokens `start .. start + count - 1` of one request, and its blocks."""
 

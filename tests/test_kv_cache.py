@@ -99,6 +99,8 @@ def assert_chunks_follow_the_live_slots(where: CacheGeometry) -> None:
     for tokens, (block, _, slot) in enumerate(places, 1):
         live.add(chunk_of(where, block, slot))
         assert where.chunks(tokens) == max(live) + 1 == len(live)
+    lengths = np.arange(len(places) + 1)
+    assert where.chunks(lengths).tolist() == [where.chunks(tokens) for tokens in range(len(lengths))]
 
 
 @given(GEOMETRIES)
