@@ -51,7 +51,11 @@ class Shapes:
         return all(entry.count == 1 for entry in step)
 
     def rows(self, count: int) -> int:
-        """R: 1, 8, 32, 64, 128 ...: few programs, since batches grow and shrink by the step."""
+        """N and R of a step of single tokens, and how many of a step choose a next one: 1, 8, 16, 32 ..."""
+        return 1 if count == 1 else _round_up(count, 8, 2, self.max_rows)
+
+    def prompt_rows(self, count: int) -> int:
+        """R of a step that runs prompts: 1, 8, 32, 64 ...: fewer, since each is compiled for each N."""
         return 1 if count == 1 else _round_up(count, 8, 4 if count <= 32 else 2, self.max_rows)
 
     def tokens(self, count: int) -> int:
@@ -80,7 +84,7 @@ def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) ->
     """Lay the scheduled tokens out, in the order of `step`."""
     total = sum(scheduled.count for scheduled in step)
     decode_only = shapes.decode_only(step)
-    rows = shapes.rows(len(step))
+    rows = shapes.rows(len(step)) if decode_only else shapes.prompt_rows(len(step))
     size = rows if decode_only else shapes.tokens(total)
     tile = 0 if decode_only else shapes.prefill_tile(size)
     tokens, positions, row_of, last = list[int](), list[int](), list[int](), list[int]()

@@ -52,9 +52,9 @@ def prompt_steps(shapes: Shapes, max_model_len: int) -> Iterator[Step]:
     """Steps of each number of tokens, with each number of rows that can have so many."""
     fewer = 0  # tokens that still fit the bucket before
     for tokens in _buckets(shapes.tokens, shapes.max_tokens):
-        for bucket in _buckets(shapes.rows, _most_rows(shapes)):
+        for bucket in _buckets(shapes.prompt_rows, _most_rows(shapes)):
             rows = min(bucket, tokens - 1)  # at least one has several tokens
-            if rows >= 1 and shapes.rows(rows) == bucket and rows * max_model_len > fewer:
+            if rows >= 1 and shapes.prompt_rows(rows) == bucket and rows * max_model_len > fewer:
                 yield from _steps([1] * (rows - 1) + [tokens - rows + 1], shapes)
         fewer = tokens
 

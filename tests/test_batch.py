@@ -64,7 +64,7 @@ def test_known_output_tokens_follow_the_prompt():
 
 def test_steps_of_single_tokens_are_as_long_as_their_rows_and_have_tiles_of_one():
     batch = built(*(entry(number, 20, 1) for number in range(9)))
-    assert batch.tokens.shape == batch.seats.shape == (32,)
+    assert batch.tokens.shape == batch.seats.shape == (16,)
     (tiles,) = batch.work.tiles
     assert (tiles.size, tiles.count) == (1, 9)
     assert tiles.start[:9].tolist() == tiles.row[:9].tolist() == list(range(9))
@@ -141,7 +141,8 @@ def test_the_shape_of_a_batch_does_not_depend_on_what_is_chosen_or_scored(seed):
 
 def test_shapes_are_few():
     shapes = Shapes(max_rows=300, max_tokens=2000, table_width=8)
-    assert sorted({shapes.rows(count) for count in range(1, 301)}) == [1, 8, 32, 64, 128, 256, 300]
+    assert sorted({shapes.rows(count) for count in range(1, 301)}) == [1, 8, 16, 32, 64, 128, 256, 300]
+    assert sorted({shapes.prompt_rows(count) for count in range(1, 301)}) == [1, 8, 32, 64, 128, 256, 300]
     assert sorted({shapes.tokens(count) for count in range(1, 2001)}) == [32, 64, 128, 256, 512, 1024, 2000]
 
 
