@@ -82,7 +82,7 @@ def _round_up(count: int, least: int, base: int, most: int) -> int:
 
 def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) -> Batch:
     """Lay the scheduled tokens out, in the order of `step`."""
-    total = sum(scheduled.count for scheduled in step)
+    total = sum(entry.count for entry in step)
     decode_only = shapes.decode_only(step)
     rows = shapes.rows(len(step)) if decode_only else shapes.prompt_rows(len(step))
     size = rows if decode_only else shapes.tokens(total)

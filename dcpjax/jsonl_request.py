@@ -123,8 +123,9 @@ def parse_record(line: Line, *, max_line_bytes: int) -> dict[str, Any]:
             f"a line must be UTF-8, but byte {error.start + 1} is {line.data[error.start]:#04x}", "invalid_json"
         ) from None
     except json.JSONDecodeError as error:
+        reason = error.msg.removesuffix(" at")  # some of Python's messages end so
         raise RecordError(
-            f"a line must be a JSON object, but is not: {error.msg} at column {error.colno}", "invalid_json"
+            f"a line must be a JSON object, but is not: {reason} at column {error.colno}", "invalid_json"
         ) from None
     except RecordError:
         raise

@@ -101,13 +101,9 @@ def cut_of(asking: Rows, rows: int, vocab_size: int) -> Cut | None:
     for row, params in drawing:
         min_p[row], top_p[row] = params.min_p, params.top_p
         top_k[row] = params.top_k if 0 < params.top_k < vocab_size else 0
-    if not any(min_p) and not any(top_k) and min(top_p) == 1.0:
-        return None
-    return Cut(
-        np.array(min_p, np.float32) if any(min_p) else None,  # type: ignore[arg-type]
-        np.array(top_k, np.int32) if any(top_k) else None,  # type: ignore[arg-type]
-        np.array(top_p, np.float32) if min(top_p) < 1.0 else None,  # type: ignore[arg-type]
-    )
+    every = (np.array(min_p, np.float32), 0.0), (np.array(top_k, np.int32), 0), (np.array(top_p, np.float32), 1.0)
+    parts = [part if (part != neutral).any() else None for part, neutral in every]
+    return None if all(part is None for part in parts) else Cut(*parts)  # type: ignore[arg-type]
 
 
 def bias_of(asking: Rows, rows: int) -> Bias | None:

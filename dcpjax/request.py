@@ -91,6 +91,8 @@ class Request:
     def num_known(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
+    # The next three are asked for every token: a property that asks others would take three times as long.
+
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
@@ -101,14 +103,14 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight - self.num_computed
 
     @property
-    def scores_prompt(self) -> bool:
-        """Whether every prompt token has to run, because its log-probability is wanted."""
-        return self.params.prompt_logprobs is not None and self.leader is None
-
-    @property
     def goes_on(self) -> bool:
         """Whether a token follows the newest, as far as is known."""
         return len(self.output_token_ids) + self.num_in_flight < self.max_tokens
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether every prompt token has to run, because its log-probability is wanted."""
+        return self.params.prompt_logprobs is not None and self.leader is None
 
     @property
     def waits_for_token(self) -> bool:

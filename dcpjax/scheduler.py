@@ -78,7 +78,7 @@ class Scheduler:
         self.blocks, self.geometry, self.limits = blocks, geometry, limits
         self.counters = Counters()
         self.waiting: list[Request] = []  # in the order they are to be served
-        self.running: list[Request] = []  # in the same order
+        self.running: list[Request] = []  # in the same order: the last gives way first
         self._seats = list(range(limits.max_num_seqs))  # a heap: the lowest seat is taken first
 
     @property

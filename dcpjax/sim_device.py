@@ -7,11 +7,11 @@ of a model, and nothing about when requests come.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dcpjax.engine import StepResult
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.plan_floor import Floor
 from dcpjax.scheduler import Scheduled
 from dcpjax.sim_cost import StepFloor
+from dcpjax.step_result import StepResult
 
 
 @dataclass

@@ -12,7 +12,7 @@ Knows positions, blocks and slots; knows nothing about requests or who owns a bl
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -89,11 +89,15 @@ class CacheGeometry:
         return tuple(stripes * self.interleave + extra for extra in over)
 
     def chunks(self, tokens: Ints) -> Ints:
-        """Chunks that hold the first `tokens` positions. From the global length: the same on every rank."""
+        """Chunks that hold the first `tokens` positions. From the global length: the same on every rank.
+
+        No tokens end with the last chunk of the block before the first, which has number -1.
+        """
         last, stripe = tokens - 1, self.dcp * self.interleave
         block, offset = last // self.block_size, last % self.block_size
-        within: Any = np.minimum(offset % stripe, self.interleave - 1)
-        last_slot = offset // stripe * self.interleave + within  # of rank 0, which fills first
+        within = offset % stripe
+        beyond = within - (self.interleave - 1)  # what is left for other ranks: rank 0 fills first
+        last_slot = offset // stripe * self.interleave + within - beyond * (beyond > 0)
         per_block = self.slots // self.chunk_slots_per_block
         if per_block > 1:
             return block * per_block + last_slot // self.chunk_slots_per_block + 1

@@ -76,7 +76,8 @@ def check_layout(layout: Layout, heads: int, kv_heads: int, *, whole_heads: bool
             raise ValueError(f"{flag} must be an integer of at least 1, but is {size!r}; use 1")
     devices = layout.tensor_parallel_size
     if whole_heads and heads % devices:
-        nearest = max(size for size in range(1, devices + 1) if heads % size == 0)
+        divisors = (size for size in range(1, heads + 1) if heads % size == 0)
+        nearest = min(divisors, key=lambda size: abs(size - devices))
         raise ValueError(
             f"tensor_parallel_size must divide the {heads} heads of this model's latent attention, but is {devices}; "
             f"use {nearest}"

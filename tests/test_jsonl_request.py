@@ -183,6 +183,7 @@ def test_random_draws_follow_from_the_line_and_not_from_the_order():
         ("null", "a line must be a JSON object, but is null"),
         ('"x"', 'a line must be a JSON object, but is "x"'),
         ("{", "a line must be a JSON object, but is not: Expecting property name .* at column 2"),
+        ('{"a": "b', "a line must be a JSON object, but is not: Unterminated string starting at column 7"),
         ('{"a": NaN}', "a line must be JSON, but holds NaN"),
         ('{"a": -Infinity}', "a line must be JSON, but holds -Infinity"),
         (f'{{"a": {"9" * 5000}}}', "a line must be JSON that can be read, but is not: .*digits"),

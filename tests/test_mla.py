@@ -142,7 +142,9 @@ def test_a_poisoned_latent_cache_changes_nothing(poison):
 # --- what is refused
 
 
-@pytest.mark.parametrize(("heads", "devices", "nearest"), [(6, 4, 3), (128, 3, 2), (64, 128, 64), (16, 32, 16)])
+@pytest.mark.parametrize(
+    ("heads", "devices", "nearest"), [(6, 4, 3), (128, 3, 2), (64, 128, 64), (16, 32, 16), (64, 7, 8)]
+)
 def test_heads_that_do_not_divide_by_the_devices_are_refused(heads, devices, nearest):
     layout = Layout(tensor_parallel_size=devices, decode_context_parallel_size=devices)
     with pytest.raises(ValueError) as refusal:

@@ -601,6 +601,10 @@ def test_parts_that_nobody_asks_for_are_absent(params, expected):
     assert parts(build([request(greedy()), request(params)], 4)) == expected
 
 
+def test_a_cut_that_keeps_everything_is_not_in_the_program():
+    assert build([request(SamplingParams(top_p=1 - 1e-9, min_p=1e-50, top_k=VOCAB))]).cut is None
+
+
 def test_a_cut_holds_only_what_is_asked_for():
     found = build([request(SamplingParams(top_p=0.5)), request(greedy(top_k=3))]).cut
     assert (found.min_p, found.top_k) == (None, None)
