@@ -82,11 +82,8 @@ def _round_up(count: int, least: int, base: int, most: int) -> int:
 
 def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) -> Batch:
     """Lay the scheduled tokens out, in the order of `step`."""
-    total = sum(entry.count for entry in step)
     decode_only = shapes.decode_only(step)
     rows = shapes.rows(len(step)) if decode_only else shapes.prompt_rows(len(step))
-    size = rows if decode_only else shapes.tokens(total)
-    tile = 0 if decode_only else shapes.prefill_tile(size)
     tokens, positions, row_of, last = list[int](), list[int](), list[int](), list[int]()
     table = np.full((rows, shapes.table_width), -1, np.int32)
     for row, entry in enumerate(step):
@@ -96,6 +93,8 @@ def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) ->
         row_of += [row] * entry.count
         last.append(len(tokens) - 1)
         table[row, : len(entry.block_table)] = entry.block_table
+    size = rows if decode_only else shapes.tokens(len(tokens))
+    tile = 0 if decode_only else shapes.prefill_tile(size)
     work = Work(
         padded(positions, size, fill=-1),  # type: ignore[arg-type]
         padded(row_of, size, fill=-1),  # type: ignore[arg-type]
