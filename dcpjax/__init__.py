@@ -7,13 +7,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dcpjax.jsonl_run import run_batch
+    from dcpjax.api.outputs import CompletionOutput, RequestOutput, StreamEvent
+    from dcpjax.api.sampling_params import SamplingParams
+    from dcpjax.api.structured_outputs import StructuredOutputsParams
+    from dcpjax.jobs.run import run_batch
     from dcpjax.llm import LLM, generate
-    from dcpjax.outputs import CompletionOutput, RequestOutput, StreamEvent
-    from dcpjax.planner import plan
-    from dcpjax.sampling_params import SamplingParams
-    from dcpjax.simulator import simulate
-    from dcpjax.structured_outputs import StructuredOutputsParams
+    from dcpjax.planning.planner import plan
+    from dcpjax.simulation.simulator import simulate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,14 +32,14 @@ __all__ = [
 _HOME = {
     "LLM": "dcpjax.llm",
     "generate": "dcpjax.llm",
-    "CompletionOutput": "dcpjax.outputs",
-    "RequestOutput": "dcpjax.outputs",
-    "StreamEvent": "dcpjax.outputs",
-    "SamplingParams": "dcpjax.sampling_params",
-    "StructuredOutputsParams": "dcpjax.structured_outputs",
-    "plan": "dcpjax.planner",
-    "run_batch": "dcpjax.jsonl_run",
-    "simulate": "dcpjax.simulator",
+    "CompletionOutput": "dcpjax.api.outputs",
+    "RequestOutput": "dcpjax.api.outputs",
+    "StreamEvent": "dcpjax.api.outputs",
+    "SamplingParams": "dcpjax.api.sampling_params",
+    "StructuredOutputsParams": "dcpjax.api.structured_outputs",
+    "plan": "dcpjax.planning.planner",
+    "run_batch": "dcpjax.jobs.run",
+    "simulate": "dcpjax.simulation.simulator",
 }
 
 

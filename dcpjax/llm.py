@@ -7,20 +7,20 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from dcpjax.completion import Completion, Job
-from dcpjax.config import EngineConfig
-from dcpjax.engine import Engine
-from dcpjax.intake import Intake, Message, Prompt
-from dcpjax.interrupts import held_interrupts
-from dcpjax.llm_html import describe
-from dcpjax.model_files import ModelFiles, open_model
-from dcpjax.outputs import RequestOutput, StreamEvent
-from dcpjax.progress import bar
-from dcpjax.runner import Runner
-from dcpjax.sampling_params import SamplingParams, check_option_names
-from dcpjax.stats import EngineStats
-from dcpjax.tokenizer import Tokenizer
-from dcpjax.warmup import warm_up
+from dcpjax.api.config import EngineConfig
+from dcpjax.api.outputs import RequestOutput, StreamEvent
+from dcpjax.api.progress import bar
+from dcpjax.api.sampling_params import SamplingParams, check_option_names
+from dcpjax.checkpoint.model_files import ModelFiles, open_model
+from dcpjax.checkpoint.tokenizer import Tokenizer
+from dcpjax.engine.engine import Engine
+from dcpjax.engine.stats import EngineStats
+from dcpjax.frontend.completion import Completion, Job
+from dcpjax.frontend.intake import Intake, Message, Prompt
+from dcpjax.notebook_view import describe
+from dcpjax.runtime.interrupts import held_interrupts
+from dcpjax.runtime.runner import Runner
+from dcpjax.runtime.warmup import warm_up
 
 
 class LLM:

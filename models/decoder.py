@@ -13,10 +13,11 @@ import jax
 from flax import struct
 
 from dcpjax.models import gqa, mla, mlp, moe
-from dcpjax.models.attention import Runtime, Work
+from dcpjax.models.attention.work import Runtime, Work
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import Cache
-from dcpjax.models.layers import Normed, Rotary, dot, lookup, rms_norm, shared_rotary
+from dcpjax.models.layers import Normed, dot, lookup, rms_norm
+from dcpjax.models.rotary import Rotary, shared_rotary
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.mesh import Layout
 from dcpjax.sharding.rules import Placement

@@ -6,10 +6,12 @@ from typing import Any
 import jax
 from flax import struct
 
-from dcpjax.models.attention import Runtime, Work, attend_on_device
+from dcpjax.models.attention.dispatch import attend_on_device
+from dcpjax.models.attention.work import Runtime, Work
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import LayerCache
-from dcpjax.models.layers import Normed, Rotary, add_bias, dot, dots, rms_norm, rotate
+from dcpjax.models.layers import Normed, add_bias, dot, dots, rms_norm
+from dcpjax.models.rotary import Rotary, rotate
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.merge import gather_over_dcp
 from dcpjax.sharding.mesh import Layout

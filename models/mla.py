@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from flax import struct
 
 from dcpjax.models import layers
-from dcpjax.models.attention import Runtime, Work, attend_on_device
+from dcpjax.models.attention.dispatch import attend_on_device
+from dcpjax.models.attention.up_projected import UpProjection, prompt_partial, up_projects
+from dcpjax.models.attention.work import Runtime, Work
+from dcpjax.models.checkpoint_names import HeadRows
 from dcpjax.models.config import MLAConfig, ModelConfig
 from dcpjax.models.kv_cache import LatentCache
-from dcpjax.models.layers import Normed, Rotary, rms_norm, rotate, split_pairs
-from dcpjax.models.mla_prefill import UpProjection, prompt_partial, up_projects
-from dcpjax.models.names import HeadRows
+from dcpjax.models.layers import Normed, rms_norm
+from dcpjax.models.rotary import Rotary, rotate, split_pairs
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.merge import gather_over_dcp
 from dcpjax.sharding.mesh import Layout

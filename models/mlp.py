@@ -3,8 +3,8 @@
 import jax
 from flax import struct
 
-from dcpjax.models import numba_dot
 from dcpjax.models.config import ModelConfig
+from dcpjax.models.kernels.cpu import product_calls
 from dcpjax.models.layers import Normed, dot, dots, fused_dots
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.mesh import Layout
@@ -33,7 +33,7 @@ def names(root: str) -> MLPWeights:
 def run(weights: MLPWeights, x: Normed, place: Placement) -> jax.Array:
     """x [N, M] -> its stream [N, M] with what this adds."""
     own = weights.gate, weights.up, weights.down
-    if place.lone_cpu and numba_dot.suits(x.stream.shape[0], *own):
+    if place.lone_cpu and product_calls.suits(x.stream.shape[0], *own):
         return place.constrain(fused_dots(x, *own, gated=True, onto=x.stream)[0], None, None)
     gated = place.constrain(swiglu(x, weights.gate, weights.up, lone_cpu=place.lone_cpu), None, "ffn")
     return place.constrain(dot(gated, weights.down, onto=x.stream, lone_cpu=place.lone_cpu), None, None)

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from dcpjax.models import mlp
+from dcpjax.models.checkpoint_names import Stack
 from dcpjax.models.config import ModelConfig, MoEConfig
 from dcpjax.models.layers import Normed, dot
 from dcpjax.models.mlp import MLPWeights, swiglu
-from dcpjax.models.names import Stack
 from dcpjax.models.router import route
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.mesh import Layout

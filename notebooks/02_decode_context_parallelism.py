@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from dcpjax import LLM, SamplingParams, plots
-from dcpjax.models.attention import partial
+from dcpjax.models.attention.softmax import partial
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.sharding.merge import MERGES, Partial, merge
 from dcpjax.sharding.mesh import Layout, make_mesh

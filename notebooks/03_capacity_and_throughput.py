@@ -23,13 +23,13 @@ import jax
 import numpy as np
 
 from dcpjax import LLM, SamplingParams, plan, plots
-from dcpjax.bench_model import BenchSizes, bench
+from dcpjax.checkpoint.presets import PRESETS
+from dcpjax.planning.measure import BenchSizes, bench
 from dcpjax.plots import LoadPoint, Recording
-from dcpjax.presets import PRESETS
 from dcpjax.sharding.mesh import Layout
-from dcpjax.sim_result import Simulation
-from dcpjax.simulator import simulate
-from dcpjax.trace import TraceRequest
+from dcpjax.simulation.result import Simulation
+from dcpjax.simulation.simulator import simulate
+from dcpjax.simulation.trace import TraceRequest
 
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -21,7 +21,7 @@ from bench_decode import machine
 from bench_trace import SHAPES, Replay, byte_count, layout, run
 
 from dcpjax import LLM
-from dcpjax.trace import MOONCAKE_TOKENS_PER_HASH, TraceRequest, read_trace, scaled
+from dcpjax.simulation.trace import MOONCAKE_TOKENS_PER_HASH, TraceRequest, read_trace, scaled
 
 UNPACED = 10**9  # as calls that wait for results: a layout that computes histories again is not held back besides
 

@@ -25,13 +25,13 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from dcpjax.config import EngineConfig
-from dcpjax.model_files import ModelFiles, open_model
-from dcpjax.outputs import RequestMetrics
-from dcpjax.request import Request
-from dcpjax.runner import Runner
-from dcpjax.sampling_params import SamplingParams
-from dcpjax.scheduler import Scheduled
+from dcpjax.api.config import EngineConfig
+from dcpjax.api.outputs import RequestMetrics
+from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.checkpoint.model_files import ModelFiles, open_model
+from dcpjax.engine.request import Request
+from dcpjax.engine.scheduler import Scheduled
+from dcpjax.runtime.runner import Runner
 
 Step = Callable[[], None]
 

@@ -18,7 +18,7 @@ import numpy as np
 from bench_decode import machine
 
 from dcpjax import LLM, SamplingParams
-from dcpjax.completion import Job
+from dcpjax.frontend.completion import Job
 
 SHAPE = {
     "hidden_size": 576,

@@ -18,14 +18,14 @@ import numpy as np
 from bench_decode import machine
 
 from dcpjax import LLM, SamplingParams
-from dcpjax.batch import Shapes, build
-from dcpjax.engine import Engine
+from dcpjax.api.outputs import RequestMetrics
+from dcpjax.engine.engine import Engine
+from dcpjax.engine.request import Request
+from dcpjax.engine.result import StepResult
+from dcpjax.engine.scheduler import Limits, Scheduled
 from dcpjax.models.kv_cache import CacheGeometry
-from dcpjax.outputs import RequestMetrics
-from dcpjax.picks import Choice
-from dcpjax.request import Request
-from dcpjax.scheduler import Limits, Scheduled
-from dcpjax.step_result import StepResult
+from dcpjax.runtime.batch import Shapes, build
+from dcpjax.runtime.logit_rows import Choice
 
 VOCAB = 49152
 

@@ -14,14 +14,14 @@ import jax
 from bench_decode import Step, alternate, machine
 from bench_trace import SHAPES
 
-from dcpjax.config import EngineConfig
-from dcpjax.model_files import open_model
-from dcpjax.outputs import RequestMetrics
-from dcpjax.plan_floor import exchange
-from dcpjax.request import Request
-from dcpjax.runner import Runner
-from dcpjax.sampling_params import SamplingParams
-from dcpjax.scheduler import Scheduled
+from dcpjax.api.config import EngineConfig
+from dcpjax.api.outputs import RequestMetrics
+from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.checkpoint.model_files import open_model
+from dcpjax.engine.request import Request
+from dcpjax.engine.scheduler import Scheduled
+from dcpjax.planning.floor import exchange
+from dcpjax.runtime.runner import Runner
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ import statistics
 import jax
 from bench_decode import Step, alternate, greedy_request, machine, make_runner, spread
 
-from dcpjax.model_files import open_model
-from dcpjax.runner import Runner
-from dcpjax.scheduler import Scheduled
+from dcpjax.checkpoint.model_files import open_model
+from dcpjax.engine.scheduler import Scheduled
+from dcpjax.runtime.runner import Runner
 
 
 def main() -> None:

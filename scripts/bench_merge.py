@@ -21,10 +21,10 @@ import numpy as np
 from bench_decode import machine
 from jax.sharding import Mesh, PartitionSpec
 
-from dcpjax.devices import ensure_devices
-from dcpjax.sharding.exchange import MERGE_NAMES, Link, Merge, MergeSize, fastest, seconds, sends
+from dcpjax.runtime.devices import ensure_devices
 from dcpjax.sharding.link import CABLES, measured, published
 from dcpjax.sharding.merge import MERGES, Partial
+from dcpjax.sharding.merge_cost import MERGE_NAMES, Link, Merge, MergeSize, fastest, seconds, sends
 from dcpjax.sharding.mesh import DCP, Layout, make_mesh
 
 SHAPES = {  # query heads and values per head that the dcp group of a whole model merges

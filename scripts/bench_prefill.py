@@ -30,11 +30,11 @@ from bench_decode import (
     versions,
 )
 
-from dcpjax.limits import step_limits
-from dcpjax.model_files import ModelFiles, open_model
-from dcpjax.models import operations
+from dcpjax.checkpoint.model_files import ModelFiles, open_model
+from dcpjax.engine.limits import step_limits
+from dcpjax.engine.scheduler import Scheduled
+from dcpjax.models import flops
 from dcpjax.models.config import ModelConfig, from_hf
-from dcpjax.scheduler import Scheduled
 
 SQUARES = (1024, 2048, 4096)  # rows of the products that measure the machine
 
@@ -92,7 +92,7 @@ def prefill_operations(config: ModelConfig, length: int) -> int:
     """Additions and multiplications: each token through the layers and past all before it, one through the head."""
     pairs = length * (length + 1) // 2
     head = config.vocab_size * config.hidden_size
-    return 2 * (operations.per_token(config) * length + operations.per_position(config) * pairs + head)
+    return 2 * (flops.per_token(config) * length + flops.per_position(config) * pairs + head)
 
 
 def matmul_rates(dtype: str, *, torch: bool) -> dict[str, float]:

@@ -96,7 +96,8 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
     with _stage(stages, "import"):
         import jax
 
-        from dcpjax import SamplingParams, llm, runner
+        from dcpjax import SamplingParams, llm
+        from dcpjax.runtime import runner
     programs: dict[str, Any] = defaultdict(lambda: [0, dict.fromkeys(EVENTS.values(), 0.0)])
     jax.monitoring.register_event_duration_secs_listener(_noting(programs))
     with _stage(stages, "LLM"):
@@ -222,12 +223,12 @@ def _read(file: Path) -> None:
 def _load(folder: Path, dtype: str) -> None:
     import jax
 
-    from dcpjax.model_files import open_model
+    from dcpjax.checkpoint.model_files import open_model
+    from dcpjax.checkpoint.weights import load_weights
     from dcpjax.models import decoder
     from dcpjax.models.config import from_hf
     from dcpjax.sharding.mesh import Layout, make_mesh
     from dcpjax.sharding.rules import Placement
-    from dcpjax.weights import load_weights
 
     files, layout = open_model(folder), Layout(tensor_parallel_size=1, decode_context_parallel_size=1)
     config = from_hf(files.config)

@@ -33,9 +33,9 @@ from bench_trace import byte_count
 from safetensors.numpy import save_file
 
 from dcpjax import LLM, SamplingParams
-from dcpjax.model_files import ModelFiles, open_model
-from dcpjax.runner import Launched, Runner
-from dcpjax.scheduler import Scheduled
+from dcpjax.checkpoint.model_files import ModelFiles, open_model
+from dcpjax.engine.scheduler import Scheduled
+from dcpjax.runtime.runner import Launched, Runner
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 

@@ -21,7 +21,7 @@ import numpy as np
 from bench_decode import machine
 
 from dcpjax import LLM, SamplingParams
-from dcpjax.trace import TraceRequest, ideal_hit_rate, read_trace, scaled, synthesise
+from dcpjax.simulation.trace import TraceRequest, ideal_hit_rate, read_trace, scaled, synthesise
 
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 TINY_MLA = {  # DeepSeek's shape with small numbers: one latent for all heads

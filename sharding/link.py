@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from dcpjax.sharding.exchange import FLOAT32, Kind, Link, Pace
+from dcpjax.sharding.merge_cost import FLOAT32, Kind, Link, Pace
 from dcpjax.sharding.mesh import DCP, TP
 
 SIZES = (2**8, 2**18)  # floats per device: one far below, one far above where latency and bandwidth weigh the same

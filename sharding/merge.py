@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dcpjax.sharding.exchange import Merge, MergeSize
+from dcpjax.sharding.merge_cost import Merge, MergeSize
 from dcpjax.sharding.mesh import DCP
 
 

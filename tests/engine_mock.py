@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dcpjax.engine import Engine
+from dcpjax.api.outputs import RequestMetrics
+from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.engine.engine import Engine
+from dcpjax.engine.request import UNKNOWN, Request, Status
+from dcpjax.engine.result import StepResult
+from dcpjax.engine.scheduler import Limits, Pace, Scheduled
 from dcpjax.models.kv_cache import CacheGeometry
-from dcpjax.outputs import RequestMetrics
-from dcpjax.request import UNKNOWN, Request, Status
-from dcpjax.sampling_params import SamplingParams
-from dcpjax.scheduler import Limits, Pace, Scheduled
-from dcpjax.step_result import StepResult
 
 VOCAB = 50
 GEOMETRY = CacheGeometry(block_size=4)

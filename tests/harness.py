@@ -10,17 +10,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from dcpjax.batch import Batch, Shapes, build
-from dcpjax.blocks import BlockManager
-from dcpjax.config import EngineConfig
-from dcpjax.model_files import open_model
+from dcpjax.api.config import EngineConfig
+from dcpjax.api.outputs import RequestMetrics
+from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.checkpoint.model_files import open_model
+from dcpjax.engine.blocks import BlockManager
+from dcpjax.engine.request import Request
+from dcpjax.engine.scheduler import Scheduled, Scheduler
 from dcpjax.models import decoder
-from dcpjax.outputs import RequestMetrics
-from dcpjax.request import Request
-from dcpjax.runner import Runner
-from dcpjax.sampling_params import SamplingParams
-from dcpjax.scheduler import Scheduled, Scheduler
-from dcpjax.step import compile_on_demand, known_tokens
+from dcpjax.runtime.batch import Batch, Shapes, build
+from dcpjax.runtime.programs import compile_on_demand, known_tokens
+from dcpjax.runtime.runner import Runner
 
 GOLDENS = Path(__file__).parent / "goldens"
 

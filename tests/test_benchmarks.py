@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from harness import GOLDENS
 
-from dcpjax.gguf_file import GGUFSource, read_header
-from dcpjax.model_files import open_model
+from dcpjax.api.outputs import RequestMetrics
+from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.checkpoint.gguf_file import GGUFSource, read_header
+from dcpjax.checkpoint.model_files import open_model
+from dcpjax.engine.request import Request
+from dcpjax.engine.scheduler import Scheduled
 from dcpjax.models.config import from_hf
-from dcpjax.outputs import RequestMetrics
-from dcpjax.request import Request
-from dcpjax.sampling_params import SamplingParams
-from dcpjax.scheduler import Scheduled
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))

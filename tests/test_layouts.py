@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from harness import GOLDENS, Trace, loaded
 
-from dcpjax.model_files import open_model
+from dcpjax.checkpoint.model_files import open_model
 from dcpjax.models.config import from_hf
 from dcpjax.sharding.mesh import legal_layouts
 

@@ -13,7 +13,7 @@ import pytest
 from harness import GOLDENS, Stepper
 
 from dcpjax import LLM, SamplingParams, run_batch
-from dcpjax.model_files import open_model
+from dcpjax.checkpoint.model_files import open_model
 
 GOLDEN = dict(np.load(GOLDENS / "smollm2-135m.npz"))
 ASSETS = Path(__file__).parent / "assets"

@@ -13,7 +13,7 @@ import pytest
 from harness import GOLDENS, compilations
 
 from dcpjax import LLM, SamplingParams
-from dcpjax.completion import Job
+from dcpjax.frontend.completion import Job
 
 OPTIONS = {
     "dtype": "float32",

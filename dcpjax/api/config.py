@@ -1,0 +1,151 @@
+"""What a user chooses about an engine, checked before any heavy work. Numbers and names; knows no arrays."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from dcpjax.api.sampling_params import check_option_names
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+CommBackend = Literal["ag_rs", "a2a", "psum"]
+CommChoice = Literal[CommBackend, "auto"]
+LoadFormat = Literal["auto", "dummy"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+Warmup = Literal["none", "decode", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of `LLM`. Names are those of vLLM where it has them.
+
+    Args:
+        tensor_parallel_size: devices in all.
+        decode_context_parallel_size: ranks that split the KV cache by token position; divides
+            `tensor_parallel_size`.
+        dtype: of the weights; "auto" takes the checkpoint's, float16 becoming bfloat16.
+        max_model_len: most tokens of prompt and completion together; None: what the model and the cache allow.
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: most tokens in one step; longer prompts run in several. None: 1024 on CPU, else 2048.
+        max_mixed_prefill_tokens: most prompt tokens in a step that also decodes, counted as at the beginning of a
+            prompt (later ones attend to more and cost more), so that nobody waits long for the next token. None: 64
+            on CPU, else 512, while a stream decodes; no bound while only results are waited for.
+        block_size: tokens per cache block, counted over all ranks.
+        enable_prefix_caching: share the cache of equal beginnings of prompts.
+        scheduling_policy: "fcfs" serves in order of arrival; "priority" the lowest `priority` of `generate` first.
+        async_scheduling: choose the next step while the last one runs.
+        max_logprobs: most log-probabilities per token that a request may ask for; -1: the whole vocabulary.
+        kv_cache_memory_bytes: cache size per device. None: on CPU 1 GiB divided by the devices, elsewhere
+            what `gpu_memory_utilization` leaves beside the weights.
+        gpu_memory_utilization: share of an accelerator's memory to use.
+        kv_cache_dtype: "auto" is that of the weights.
+        dcp_comm_backend: how ranks merge their partial attention: "ag_rs", "a2a" or "psum"; "auto" takes for each
+            shape of a step the one that the machine's measured links make the fastest ("ag_rs" on CPU).
+        dcp_overlap: merge the decodes of a step in two halves, so that one half's exchange can hide behind the other's
+            attention.
+        dcp_replicate_q: keep the query projection whole on each rank: memory for one collective less.
+        cp_kv_cache_interleave_size: consecutive positions that one rank stores.
+        seed: of the engine; requests without a seed of their own draw theirs from it.
+        load_format: "dummy" fills the weights with random numbers and reads no weight file.
+        hf_overrides: entries of config.json to replace, as {"num_hidden_layers": 2}; nested ones are merged.
+        compilation_cache: keep compiled programs between runs; True for the user's cache folder, or a folder. The
+            first `LLM` of a process decides.
+        warmup: which programs are compiled before the first request: "none", each at its first use; "decode", those
+            of steps that only decode; "all", those of prompts too. Of sampling, what greedy requests need.
+    """
+
+    tensor_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    dtype: Dtype = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    max_mixed_prefill_tokens: int | None = None
+    block_size: int = 256
+    enable_prefix_caching: bool = True
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    async_scheduling: bool = True
+    max_logprobs: int = 20
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_dtype: Dtype = "auto"
+    dcp_comm_backend: CommChoice = "ag_rs"
+    dcp_overlap: bool = False
+    dcp_replicate_q: bool = False
+    cp_kv_cache_interleave_size: int = 1
+    seed: int = 0
+    load_format: LoadFormat = "auto"
+    hf_overrides: Mapping[str, Any] | None = None
+    compilation_cache: bool | str | os.PathLike[str] = True
+    warmup: Warmup = "none"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "tensor_parallel_size",
+            "decode_context_parallel_size",
+            "max_num_seqs",
+            "block_size",
+            "cp_kv_cache_interleave_size",
+        ):
+            _positive(name, getattr(self, name))
+        for name in ("max_model_len", "max_num_batched_tokens", "max_mixed_prefill_tokens", "kv_cache_memory_bytes"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        _one_of("dtype", self.dtype, get_args(Dtype))
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(Dtype))
+        _one_of("dcp_comm_backend", self.dcp_comm_backend, get_args(CommChoice))
+        _one_of("load_format", self.load_format, get_args(LoadFormat))
+        _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
+        _one_of("warmup", self.warmup, get_args(Warmup))
+        _integer("seed", self.seed)
+        _integer("max_logprobs", self.max_logprobs)
+        if self.max_logprobs < -1:
+            raise ValueError(f"max_logprobs must be at least -1, but is {self.max_logprobs}; use -1 or 20")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], but is {share!r}; use 0.9")
+        for name in ("dcp_overlap", "dcp_replicate_q", "enable_prefix_caching", "async_scheduling"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, but is {getattr(self, name)!r}")
+        if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
+            raise ValueError(f"hf_overrides must be a dict of config.json's entries, but is {self.hf_overrides!r}")
+        if not isinstance(self.compilation_cache, bool | str | os.PathLike):
+            raise ValueError(f"compilation_cache must be True, False or a folder, but is {self.compilation_cache!r}")
+        self._check_division()
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> "EngineConfig":
+        """Build from keyword options, refusing an unknown one by name with the nearest valid one."""
+        check_option_names(options, [field.name for field in fields(cls)])
+        return cls(**options)
+
+    def _check_division(self) -> None:
+        devices, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
+        if devices % dcp:
+            divisors = [size for size in range(1, devices + 1) if devices % size == 0]
+            raise ValueError(
+                f"decode_context_parallel_size must divide tensor_parallel_size={devices}, but is {dcp}; "
+                f"use one of {', '.join(map(str, divisors))}"
+            )
+        unit = dcp * self.cp_kv_cache_interleave_size
+        if self.block_size % unit:
+            raise ValueError(
+                f"block_size must be a multiple of decode_context_parallel_size * cp_kv_cache_interleave_size "
+                f"= {dcp} * {self.cp_kv_cache_interleave_size} = {unit}, but is {self.block_size}; "
+                f"use {max(1, round(self.block_size / unit)) * unit}"
+            )
+
+
+def _integer(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, but is {value!r}; use 0")
+
+
+def _positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, but is {value!r}; use 1 or more")
+
+
+def _one_of(name: str, value: Any, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise ValueError(f"{name} must be one of {', '.join(legal)}, but is {value!r}")

@@ -1,0 +1,251 @@
+"""What a user may ask of generation, checked when it is made. Knows nothing about arrays or the engine."""
+
+import difflib
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from numbers import Integral, Real
+from typing import Any
+
+from dcpjax.api.bitmask import pack
+from dcpjax.api.structured_outputs import StructuredOutputsParams
+
+MAX_SEED = 2**63 - 1
+MAX_TOKEN_ID = 2**31 - 1
+MAX_BIAS = 100.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when generation ends. Names and defaults are those of vLLM.
+
+    Args:
+        n: completions per prompt; completion i of a seeded request uses `seed + i`.
+        temperature: 0 takes the most likely token; otherwise logits are divided by it before sampling.
+        top_p: keep the fewest tokens whose probabilities reach this sum (Holtzman et al. 2020).
+        top_k: keep this many of the most likely tokens; 0 or -1 keeps all.
+        min_p: keep tokens at least this fraction as likely as the most likely one.
+        repetition_penalty: above 1 makes tokens of the prompt and of the text so far less likely, below 1 more
+            likely (Keskar et al. 2019).
+        frequency_penalty: taken from a token's logit for each time it was generated.
+        presence_penalty: taken from a token's logit once it was generated.
+        logit_bias: numbers added to the logits of these token ids, held within -100 and 100.
+        allowed_token_ids: nothing but these tokens is generated; None allows all.
+        bad_words: texts that are not generated, neither at the start of a word nor after a space.
+        seed: makes the request's draws depend on nothing but it and the position. None: drawn from the
+            engine's seed and the order in which requests were added.
+        stop: strings that end generation; the text ends before the first of them.
+        stop_token_ids: tokens that end generation, besides the model's own end of sequence.
+        include_stop_str_in_output: keep the stop string at the end of the text.
+        ignore_eos: go on after the model's end of sequence.
+        max_tokens: most tokens to generate; None generates up to the model length.
+        min_tokens: fewest tokens before end-of-sequence or `stop_token_ids` may be sampled.
+        logprobs: give the log-probability of each generated token and of this many of the most likely ones; -1
+            gives all.
+        prompt_logprobs: the same for the tokens of the prompt.
+        detokenize: make text of the tokens; `stop` needs it.
+        skip_special_tokens: leave special tokens out of the text (never out of the token ids).
+        structured_outputs: what shape the text must have.
+
+    Raises:
+        ValueError: a value out of its range, named with the nearest legal one.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+
+    def __post_init__(self) -> None:
+        self._make_plain()
+        self._check_numbers()
+        self._check_lengths()
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, but is {getattr(self, name)!r}")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise ValueError(
+                f"structured_outputs must be StructuredOutputsParams, but is {self.structured_outputs!r}; "
+                'use StructuredOutputsParams(regex="...") or the like'
+            )
+        self._freeze_lists()
+        if self.stop and not self.detokenize:
+            raise ValueError(
+                "stop must be empty where detokenize is False, but is "
+                f"{list(self.stop_strings)}; use stop_token_ids or detokenize=True"
+            )
+
+    def _check_numbers(self) -> None:
+        _number("temperature", self.temperature, 0.0, math.inf)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _integer("n", self.n, 1)
+        _integer("top_k", self.top_k, -1)
+        if self.seed is not None:
+            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), -1)
+
+    def _check_lengths(self) -> None:
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(
+                    f"min_tokens must be at most max_tokens={self.max_tokens}, but is {self.min_tokens}; "
+                    f"use {self.max_tokens}"
+                )
+
+    def _freeze_lists(self) -> None:
+        """What the caller does to its lists later changes nothing here."""
+        set_ = object.__setattr__
+        set_(self, "stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        set_(self, "bad_words", _strings("bad_words", self.bad_words))
+        set_(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.logit_bias is not None:
+            set_(self, "logit_bias", _biases(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            set_(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids must hold at least one token id, but is empty; use None for all")
+
+    def _make_plain(self) -> None:
+        """Numbers of NumPy and the like become Python's own."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Integral) and not isinstance(value, bool):
+                object.__setattr__(self, field.name, int(value))
+            elif isinstance(value, Real) and not isinstance(value, bool):
+                object.__setattr__(self, field.name, float(value))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop or ())
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        return tuple(self.stop_token_ids or ())
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    @cached_property
+    def allowed_bits(self) -> bytes:
+        """`allowed_token_ids` as bits; see `bitmask`."""
+        return pack(self.allowed_token_ids or ())
+
+    @cached_property
+    def bias_arrays(self) -> tuple[array, array]:
+        """Token ids (int32) and numbers (float32) of `logit_bias`."""
+        bias = self.logit_bias or {}
+        return array("i", bias), array("f", bias.values())
+
+    def check_against(self, vocab_size: int, max_logprobs: int) -> None:
+        """Raise ValueError for what this model or engine cannot do.
+
+        Args:
+            max_logprobs: most that `logprobs` and `prompt_logprobs` may ask for; -1 is the whole vocabulary.
+        """
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                if token >= vocab_size:
+                    raise ValueError(f"{name} must be in [0, {vocab_size - 1}], but one is {token}")
+        most = vocab_size if max_logprobs == -1 else max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and (vocab_size if count == -1 else count) > most:
+                shown = f"-1, all {vocab_size}" if count == -1 else count
+                raise ValueError(f"{name} must be at most max_logprobs={most}, but is {shown}; use {most}")
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> "SamplingParams":
+        """Build from keyword options, refusing an unknown one by name with the nearest valid one."""
+        check_option_names(options, [field.name for field in fields(cls)])
+        return cls(**options)
+
+
+def check_option_names(options: Sequence[str] | dict[str, Any], valid: Sequence[str]) -> None:
+    """Raise ValueError for the first name that is not valid, with the nearest that is."""
+    for name in options:
+        if name not in valid:
+            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"valid options: {', '.join(valid)}"
+            raise ValueError(f"unknown option {name!r}; {hint}")
+
+
+def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise ValueError(f"{name} must be a number, but is {value!r}")
+    too_low = value <= low if open_low else value < low
+    if too_low or value > high or math.isinf(value):
+        interval = f"{'(' if open_low else '['}{low:g}, {'inf)' if math.isinf(high) else f'{high:g}]'}"
+        nearest = 1.0 if math.isinf(value) else (high if value > high else (0.01 if open_low else low))
+        raise ValueError(f"{name} must be in {interval}, but is {value!r}; use {nearest:g}")
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, but is {value!r}")
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if value < low else f"at most {high}"
+        raise ValueError(f"{name} must be {bound}, but is {value}; use {low if value < low else high}")
+
+
+def _strings(name: str, texts: Any) -> tuple[str, ...]:
+    if isinstance(texts, str) or not isinstance(texts, Sequence | None):
+        raise ValueError(f"{name} must be a list of strings, but is {texts!r}; use [{str(texts)!r}]")
+    for text in texts or ():
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{name} must hold non-empty strings, but holds {text!r}")
+    return tuple(dict.fromkeys(texts or ()))
+
+
+def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
+    if ids is not None and (isinstance(ids, str | bytes) or not isinstance(ids, Iterable)):
+        raise ValueError(f"{name} must be a list of token ids, but is {ids!r}")
+    return tuple(_token_id(name, token) for token in (() if ids is None else ids))
+
+
+def _token_id(name: str, token: Any) -> int:
+    plain = int(token) if isinstance(token, Integral) and not isinstance(token, bool) else token
+    _integer(name, plain, 0, MAX_TOKEN_ID)
+    return plain
+
+
+def _biases(biases: Any) -> dict[int, float]:
+    """Ids may be digits in a string, as JSON has them. Numbers beyond the limits are held within, as in vLLM."""
+    if not isinstance(biases, Mapping):
+        raise ValueError(f"logit_bias must be a mapping from token id to number, but is {biases!r}")
+    found = {}
+    for token, bias in biases.items():
+        token = int(token) if isinstance(token, str) and token.isdecimal() else token
+        if isinstance(bias, bool) or not isinstance(bias, Real) or math.isnan(bias):
+            raise ValueError(f"logit_bias must hold numbers, but holds {bias!r} for token {token}")
+        found[_token_id("logit_bias", token)] = min(MAX_BIAS, max(-MAX_BIAS, float(bias)))
+    return found

@@ -1,0 +1,105 @@
+"""Opens a model: its configs as data, its tensors and its tokenizer on demand.
+
+Knows which file holds what; knows nothing about model families. No code from a checkpoint is run: `auto_map`
+and any other unknown key is data like the rest.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dcpjax.checkpoint.fp8_source import Block, Fp8Source, fp8_block
+from dcpjax.checkpoint.gguf_file import GGUFSource, gguf_config, has_tokenizer
+from dcpjax.checkpoint.hub import read_json, resolve_model
+from dcpjax.checkpoint.presets import PRESETS
+from dcpjax.checkpoint.tokenizer import Tokenizer
+from dcpjax.checkpoint.weight_files import SafetensorsSource, TensorSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """One model on disk."""
+
+    # The folder or the .gguf file.
+    path: Path
+    # config.json as Hugging Face writes it; unknown keys are left alone.
+    config: dict[str, Any]
+    # generation_config.json; empty if there is none.
+    generation_config: dict[str, Any]
+    # Opens the weights: nothing is read before the call.
+    tensors: Callable[[], TensorSource]
+    # None where the model comes without a tokenizer.
+    tokenizer: Callable[[], Tokenizer | None]
+
+
+def open_model(model: str | os.PathLike[str]) -> ModelFiles:
+    """The files of a folder, a `.gguf` file, an alias, a hub id or a preset. ValueError if they make no model."""
+    name = os.fspath(model)
+    if name in PRESETS and not Path(name).exists():
+        return _open_preset(name)
+    path = resolve_model(model)
+    return _open_gguf(path) if path.is_file() else _open_folder(path)
+
+
+def _open_preset(name: str) -> ModelFiles:
+    """Published numbers without files: for random weights and for planning."""
+
+    def tensors() -> TensorSource:
+        raise ValueError(
+            f'{name} is a preset, numbers without weights: load_format must be "dummy", but is "auto"; '
+            "or pass the folder or hub id of a checkpoint"
+        )
+
+    return ModelFiles(
+        path=Path(name), config=dict(PRESETS[name]), generation_config={}, tensors=tensors, tokenizer=lambda: None
+    )
+
+
+def _open_gguf(path: Path) -> ModelFiles:
+    config = gguf_config(path)
+    return ModelFiles(
+        path=path,
+        config=config,
+        generation_config={key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config},
+        tensors=partial(GGUFSource, path),
+        tokenizer=partial(_gguf_tokenizer, path),
+    )
+
+
+def _gguf_tokenizer(path: Path) -> Tokenizer | None:
+    return Tokenizer.from_gguf(path) if has_tokenizer(path) else None
+
+
+def _open_folder(folder: Path) -> ModelFiles:
+    config = _config(folder)
+    return ModelFiles(
+        path=folder,
+        config=config,
+        generation_config=_optional_json(folder / "generation_config.json"),
+        tensors=partial(_folder_tensors, folder, fp8_block(config)),
+        tokenizer=partial(_folder_tokenizer, folder),
+    )
+
+
+def _folder_tensors(folder: Path, block: Block | None) -> TensorSource:
+    source = SafetensorsSource(folder)
+    return source if block is None else Fp8Source(source, block)
+
+
+def _folder_tokenizer(folder: Path) -> Tokenizer | None:
+    return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    if (folder / "config.json").exists():
+        return read_json(folder / "config.json")
+    inside = next(iter(sorted(folder.glob("*.gguf"))), None)
+    hint = f"pass the file {inside} instead" if inside else "pass the folder that a model was saved to"
+    raise ValueError(f"the model folder {folder} must hold config.json, but does not; {hint}")
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}

@@ -1,0 +1,235 @@
+"""Text to token ids and back, and chat messages to token ids.
+
+Knows tokenizer.json, tokenizer_config.json and the vocabulary inside a GGUF file; knows nothing about models
+or sampling. Chat templates come from the checkpoint only, and transformers' sandbox renders them, in
+`_render_chat`.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from dcpjax.checkpoint.detokenizer import Detokenizer, Leading, text_rule
+from dcpjax.checkpoint.gguf_file import read_header
+from dcpjax.checkpoint.gguf_tokenizer import gguf_backend, gguf_tokenizer_config
+from dcpjax.checkpoint.hub import read_json
+from dcpjax.checkpoint.messages import check_tools, checked_messages, keys
+
+TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+MAX_TOKEN_ID = 2**32 - 1
+# what apply_chat_template decides itself
+RENDERING = frozenset(
+    [
+        "messages",
+        "conversation",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+        "return_dict",
+        "return_tensors",
+        "return_assistant_tokens_mask",
+        "sanitize_control_tokens",
+        "tokenizer_kwargs",
+        "padding",
+        "truncation",
+        "max_length",
+    ]
+)
+
+
+class Tokenizer:
+    """One vocabulary. Ids outside it decode to nothing."""
+
+    def __init__(self, backend: Backend, config: Mapping[str, Any]) -> None:
+        """`config` is in the form of tokenizer_config.json: names of special tokens, and `chat_template`."""
+        # A stored truncation or padding belongs to training; Hugging Face drops both on every call too.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._config = config
+        self._rule = text_rule(backend.decoder)
+        self._pieces: dict[int, bytes] = {}
+        self.special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.vocab_size: int = backend.get_vocab_size()
+        self.bos_token_id: int | None = self._token_id("bos_token")
+        self.eos_token_id: int | None = self._token_id("eos_token")
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer":
+        """tokenizer.json as it stands, the names in tokenizer_config.json, and the chat template."""
+        path = folder / "tokenizer.json"
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as error:  # The library raises the bare Exception.
+            raise ValueError(
+                f"{path} must be a readable tokenizer.json, but is not: {error}; fetch it again"
+            ) from error
+        return cls(backend, _folder_config(folder))
+
+    @classmethod
+    def from_gguf(cls, path: Path) -> "Tokenizer":
+        """The vocabulary inside a GGUF file. Raises ValueError for a kind that cannot be rebuilt exactly."""
+        header = read_header(path)
+        return cls(gguf_backend(header), gguf_tokenizer_config(header))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Control tokens spelled in the text become control tokens, as in Hugging Face."""
+        if not isinstance(text, str):
+            raise ValueError(f"text must be a str, but is a {type(text).__name__}; pass token ids as such")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"text must be valid Unicode, but holds a lone surrogate at position {error.start}; remove it"
+            ) from error
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """All bytes of the tokens, read as UTF-8 once; bytes that are not UTF-8 read as U+FFFD."""
+        pieces = b"".join(self.piece(token_id, skip_special_tokens) for token_id in ids)
+        return self.leading().strip(pieces.decode("utf-8", "replace"))
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """`decode`, one token at a time."""
+        return Detokenizer(lambda token_id: self.piece(token_id, skip_special_tokens), self.leading())
+
+    def leading(self) -> Leading:
+        """What decoding strips from the start of a text."""
+        return self._rule.leading()
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation. Control tokens come from the template only, messages are plain text.
+
+        Text parts of one message are joined by newlines. `chat_template_kwargs` are switches of the template: true,
+        false, a number or a word. Raises ValueError for what the template cannot take.
+        """
+        if not self._config.get("chat_template"):
+            raise ValueError("chat needs a model with a chat template, but this one has none; use generate")
+        if add_generation_prompt and continue_final_message:
+            raise ValueError("add_generation_prompt must be False when continue_final_message is True")
+        checked = checked_messages(messages)
+        check_tools(tools)
+        self._check_keys([checked, tools])
+        return self._render_chat(
+            checked,
+            tools=tools and list(tools),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **self._checked_switches(chat_template_kwargs or {}),
+        )
+
+    def _checked_switches(self, switches: Mapping[str, Any]) -> dict[str, Any]:
+        for name, value in switches.items():
+            if name in RENDERING:
+                raise ValueError(f"chat_template_kwargs must be the template's own switches, but hold {name!r}")
+            if not isinstance(value, bool | int | float | str | None):
+                raise ValueError(
+                    f"chat_template_kwargs must be true, false, numbers or words, but {name!r} is {value!r}"
+                )
+        self._check_keys({str(value): None for value in switches.values()})
+        return dict(switches)
+
+    def _token_id(self, name: str) -> int | None:
+        token = self._special_token(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+    def _special_token(self, name: str) -> str | None:
+        """tokenizer_config.json spells a token as its text, or as an object that holds it."""
+        token = self._config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        return token if isinstance(token, str) else None
+
+    def piece(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
+        """The bytes a token adds to a text."""
+        if skip_special_tokens and token_id in self.special_ids:
+            return b""
+        if token_id not in self._pieces:
+            token = self._backend.id_to_token(token_id) if 0 <= token_id <= MAX_TOKEN_ID else None
+            self._pieces[token_id] = b"" if token is None else self._rule.piece(token)
+        return self._pieces[token_id]
+
+    def _check_keys(self, value: Any) -> None:
+        """The renderer keeps control tokens out of values but not out of keys, which tool calls print."""
+        tokens = [token.content for token in self._backend.get_added_tokens_decoder().values()]
+        for key in keys(value):
+            found = next((token for token in tokens if token.strip() and token in str(key)), None)
+            if found:
+                raise ValueError(f"a key must not spell a control token, but {key!r} holds {found!r}; rename it")
+
+    def _render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """The only place where a template runs: transformers' sandbox, which also keeps forged tokens out."""
+        try:
+            return self._chat_renderer.apply_chat_template(
+                messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
+            )
+        except Exception as error:  # A template is third-party text: it can fail in any way.
+            raise ValueError(
+                f"messages must fit the model's chat template, but it refused them: {error}; "
+                "see which roles and fields the model's page names"
+            ) from error
+
+    @cached_property
+    def _chat_renderer(self) -> Any:
+        with _without_torch_advice():
+            from transformers import PreTrainedTokenizerFast
+        names = {name: self._special_token(name) for name in TEMPLATE_TOKENS}
+        return PreTrainedTokenizerFast(
+            tokenizer_object=self._backend,
+            chat_template=self._config["chat_template"],
+            **{name: token for name, token in names.items() if token is not None},
+        )
+
+
+def _folder_config(folder: Path) -> dict[str, Any]:
+    path, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    config = read_json(path) if path.exists() else {}
+    config["chat_template"] = _named_templates(config.get("chat_template"))
+    if template.exists():
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    return config
+
+
+def _named_templates(template: Any) -> str | dict[str, str] | None:
+    """One template, or several by name ("default", "tool_use"), which older files list as pairs."""
+    if not isinstance(template, list):
+        return template
+    try:
+        return {entry["name"]: entry["template"] for entry in template}
+    except (TypeError, KeyError) as error:
+        raise ValueError(
+            "chat_template in tokenizer_config.json must be a text, or a list of objects with name and "
+            f"template, but an object lacks {error}; correct the file"
+        ) from error
+
+
+@contextlib.contextmanager
+def _without_torch_advice() -> Iterator[None]:
+    """transformers advises installing PyTorch when imported without it; chat templates need none."""
+    logger = logging.getLogger("transformers")
+
+    def unrelated(record: logging.LogRecord) -> bool:
+        return "PyTorch was not found" not in record.getMessage()
+
+    logger.addFilter(unrelated)
+    try:
+        yield
+    finally:
+        logger.removeFilter(unrelated)

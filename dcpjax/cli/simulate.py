@@ -1,0 +1,91 @@
+"""`dcpjax simulate`: a recorded trace on a machine that need not exist, one row per layout and number of users."""
+
+import json
+from dataclasses import fields
+from typing import Any
+
+from dcpjax.api.progress import status
+from dcpjax.cli.flags import Flags, Parser, add_options, flag, integer, spell
+from dcpjax.cli.plan import HARDWARE_HELP
+from dcpjax.simulation.options import SimOptions
+from dcpjax.simulation.trace import TraceRequest, read_trace, scaled
+
+SEVERAL = {  # flags with a value for each row, and what they are called in Python
+    "dcp": ("decode_context_parallel_size", "ranks that split the KV cache by token position; several: a row each"),
+    "concurrency": (
+        "concurrency",
+        "users who each send the next request when the last is answered; several: a row each",
+    ),
+}
+ONE_EACH = ("hardware", "hf_overrides", "tensor_parallel_size", *(name for name, _ in SEVERAL.values()))
+
+
+def add_flags(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--timeline", action="store_true", help="every step, in the JSON object")
+    parser.add_argument("--limit", type=integer, metavar="N", help="the first N requests of the trace")
+    parser.add_argument("--scale", type=integer, metavar="N", help="divide all lengths by N, a divisor of 512")
+    parser.add_argument("--hardware", metavar="NAME|NUMBERS", help=HARDWARE_HELP)
+    parser.add_argument(
+        flag("tensor_parallel_size"),
+        "-tp",
+        "--tp",
+        type=integer,
+        metavar="N",
+        dest="tensor_parallel_size",
+        help="devices in all (default: 1)",
+    )
+    for short, (name, text) in SEVERAL.items():
+        spellings = dict.fromkeys([flag(name), f"--{short}"])
+        extra = ["-dcp"] if short == "dcp" else []
+        parser.add_argument(*spellings, *extra, type=integer, nargs="+", metavar="N", dest=name, help=text)
+    add_options(parser, "simulation", SimOptions, leave_out=ONE_EACH)
+
+
+def run(flags: Flags) -> int:
+    """Exit code 0 when every row is done; a mistake, or a trace that cannot be held, is a ValueError before any."""
+    if len(flags.words) != 2:
+        raise ValueError(
+            "simulate must have a trace and one model, a preset such as kimi-k2, a folder, a .gguf file or a hub id, "
+            "but has " + (", ".join(map(repr, flags.words)) or "none") + "; put both before the flags"
+        )
+    path, model = flags.words
+    rows = _rows(flags)
+    for row in rows:
+        SimOptions.from_options(row)  # refuses what it can before jax is imported
+    requests = _requests(path, flags)
+    from dcpjax.simulation.simulator import Simulator
+    from dcpjax.simulation.table import conclusion, remarks, to_text
+
+    simulators = [Simulator(requests, model, **row) for row in rows]
+    simulations = []
+    for number, simulator in enumerate(simulators, start=1):
+        with status(f"simulating row {number} of {len(rows)}"):
+            simulations.append(simulator.run())
+    if not flags.get("json"):
+        print(spell(to_text(simulations)))
+        return 0
+    told = [one.to_dict(timeline=flags.get("timeline", False)) for one in simulations]
+    answer = {"rows": told, "conclusion": conclusion(simulations), "remarks": remarks(simulations)}
+    print(json.dumps(answer, ensure_ascii=False))
+    return 0
+
+
+def _rows(flags: Flags) -> list[dict[str, Any]]:
+    """Options of each row: by layout, then by users."""
+    names = {field.name for field in fields(SimOptions)} - {name for name, _ in SEVERAL.values()}
+    common = {name: value for name, value in flags.given.items() if name in names}
+    layouts = flags.get("decode_context_parallel_size", [1])
+    users = flags.get("concurrency")
+    if users:
+        common.setdefault("arrivals", "closed")
+    return [
+        common | {"decode_context_parallel_size": dcp} | ({} if count is None else {"concurrency": count})
+        for dcp in layouts
+        for count in (users or [None])
+    ]
+
+
+def _requests(path: str, flags: Flags) -> list[TraceRequest]:
+    requests = read_trace(path, flags.get("limit"))
+    return scaled(requests, flags.get("scale")) if flags.get("scale") is not None else requests

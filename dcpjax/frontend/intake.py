@@ -1,0 +1,267 @@
+"""From what a caller gives to what the engine runs: prompts become token ids, options become requests.
+
+What is wrong with one prompt becomes that job's error. Knows text and options; knows nothing about steps.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dcpjax.api.config import EngineConfig
+from dcpjax.api.outputs import RequestMetrics
+from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.checkpoint.model_files import ModelFiles
+from dcpjax.checkpoint.tokenizer import Tokenizer
+from dcpjax.engine.request import Request
+from dcpjax.frontend.completion import Job
+from dcpjax.frontend.text import TextStream
+from dcpjax.sampling.bad_words import bad_word_ids
+from dcpjax.sampling.guide import GuideMaker
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class Intake:
+    """Makes jobs of prompts and conversations, and requests of jobs."""
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        engine: EngineConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self.default_params = _default_params(files.generation_config)
+        self._engine = engine
+        self._eos_token_ids = _eos_token_ids(files, tokenizer)
+        self._added = 0
+        self._guides: GuideMaker | None = None
+
+    def jobs(self, prompts: Any, sampling_params: Any, priority: Any = None) -> list[Job]:
+        """One job for each prompt."""
+        listed = _listed_prompts(prompts)
+        params, priorities = self._params(sampling_params, len(listed)), self._priorities(priority, len(listed))
+        return [self.job(*each) for each in zip(range(len(listed)), listed, params, priorities, strict=True)]
+
+    def chat_jobs(self, messages: Any, sampling_params: Any, priority: Any = None, **template: Any) -> list[Job]:
+        """One job for each conversation. `template` are options of `Tokenizer.apply_chat_template`."""
+        listed = _listed_conversations(messages)
+        params, priorities = self._params(sampling_params, len(listed)), self._priorities(priority, len(listed))
+        every = zip(range(len(listed)), listed, params, priorities, strict=True)
+        return [self.chat_job(*each, **template) for each in every]
+
+    def job(
+        self, index: int, prompt: Any, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
+    ) -> Job:
+        """Tokenise and check one prompt; what is wrong with it becomes the job's error."""
+        try:
+            text, ids = self._encode(prompt)
+            self._check_length(ids)
+            params.check_against(self.vocab_size, self._engine.max_logprobs)
+            if isinstance(prompt, Mapping):
+                cache_salt = prompt.get("cache_salt", cache_salt)
+            job = Job(index, text, ids, params)
+            job.priority, job.cache_salt = priority, _checked_salt(cache_salt)
+            job.make_guide = self._guide_maker(params)
+            job.bad_words = self._bad_words(params)
+        except ValueError as error:
+            return Job(index, prompt if isinstance(prompt, str) else None, [], params, str(error))
+        return job
+
+    def chat_job(
+        self,
+        index: int,
+        conversation: Any,
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        **template: Any,
+    ) -> Job:
+        """The same for one conversation, through the checkpoint's own chat template."""
+        if self.tokenizer is None:
+            raise ValueError("chat must have a tokenizer, but the model has none; use generate with token ids")
+        try:
+            ids = self.tokenizer.apply_chat_template(conversation, **template)
+        except ValueError as error:
+            return Job(index, None, [], params, str(error))
+        return self.job(index, {"prompt_token_ids": ids}, params, priority, cache_salt)
+
+    def start(self, job: Job) -> None:
+        """Give a job its completions, each with a request that the engine can run."""
+        leader = None
+        for index in range(job.params.n):
+            request = self._request(job, index, leader)
+            leader = leader or request
+            job.completion(index, request, self._stream(job.params), self.decode)
+
+    def decode(self, token_id: int) -> str | None:
+        """One token as text, as log-probabilities show it."""
+        return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def _params(self, given: Any, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.default_params] * count
+        if not isinstance(given, Sequence) or not all(isinstance(one, SamplingParams) for one in given):
+            raise ValueError(f"sampling_params must be SamplingParams or a list of them, but is {given!r}")
+        if len(given) != count:
+            raise ValueError(f"sampling_params must be one or as many as the {count} prompts, but are {len(given)}")
+        return list(given)
+
+    def _priorities(self, given: Any, count: int) -> list[int]:
+        if given is None:
+            return [0] * count
+        listed = [given] * count if isinstance(given, int) else list(given)
+        if len(listed) != count:
+            raise ValueError(f"priority must be one or as many as the {count} prompts, but are {len(listed)}")
+        for priority in listed:
+            self.check_priority(priority)
+        return listed
+
+    def check_priority(self, priority: Any) -> None:
+        """Raises ValueError for what is no integer, or for one that the policy would not heed."""
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority must be an integer, but is {priority!r}")
+        if priority and self._engine.scheduling_policy != "priority":
+            raise ValueError(
+                f"priority must be 0 while scheduling_policy is {self._engine.scheduling_policy!r}, but is {priority}; "
+                "set scheduling_policy='priority'"
+            )
+
+    def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            known = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
+            if not known:
+                raise ValueError(f"a prompt must have the key 'prompt' or 'prompt_token_ids', but has {list(prompt)}")
+            prompt = prompt[known[0]]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("a text prompt needs a tokenizer, but the model has none; give token ids")
+            return prompt, self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes) or np.ndim(prompt) != 1:
+            raise ValueError(f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}")
+        return None, [_token_id(token, self.vocab_size) for token in prompt]
+
+    def _check_length(self, ids: list[int]) -> None:
+        if not ids:
+            raise ValueError("a prompt must hold at least one token, but is empty")
+        if len(ids) >= self.max_model_len:
+            raise ValueError(
+                f"a prompt must hold at most {self.max_model_len - 1} tokens (max_model_len={self.max_model_len} "
+                f"leaves one to generate), but holds {len(ids)}"
+            )
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        if not params.bad_words:
+            return ()
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise ValueError("bad_words must have a tokenizer, but the model has none; use logit_bias with token ids")
+        return bad_word_ids(params.bad_words, lambda word: tokenizer.encode(word, add_special_tokens=False))
+
+    def _guide_maker(self, params: SamplingParams) -> Any:
+        """A maker of fresh guides, one for each completion; None if the output is free."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return None
+        if self.tokenizer is None:
+            raise ValueError("structured_outputs must have a tokenizer, but the model has none")
+        if self._guides is None:
+            self._guides = GuideMaker(self.tokenizer, self.vocab_size, self._eos_token_ids)
+        maker = self._guides
+        maker.make(wanted).mask()  # refuses what is wrong before anything runs
+        return lambda: maker.make(wanted)
+
+    def _request(self, job: Job, index: int, leader: Request | None) -> Request:
+        number, self._added = self._added, self._added + 1
+        params, room = job.params, self.max_model_len - len(job.prompt_token_ids)
+        ends = set(params.stop_tokens) | (set() if params.ignore_eos else self._eos_token_ids)
+        metrics = job.output.metrics
+        assert metrics is not None
+        metrics.num_prompt_tokens = len(job.prompt_token_ids)
+        return Request(
+            number=number,
+            prompt_token_ids=job.prompt_token_ids,
+            params=params,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            seed=_seed(params, index, self._engine.seed, number),
+            end_token_ids=frozenset(ends),
+            # the result shows the moments of its first completion
+            metrics=metrics if leader is None else RequestMetrics(metrics.arrival_time),
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+            bad_words=job.bad_words,
+            guide=job.make_guide() if job.make_guide else None,
+            streamed=job.streamed,
+            leader=leader,
+        )
+
+    def _stream(self, params: SamplingParams) -> TextStream:
+        shows = self.tokenizer is not None and params.detokenize
+        detokenizer = self.tokenizer.detokenizer(params.skip_special_tokens) if self.tokenizer and shows else None
+        return TextStream(detokenizer, params)
+
+
+def _listed_prompts(prompts: Any) -> list[Any]:
+    """One prompt or several -> several. A flat list of integers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a prompt or a list of prompts, but are {type(prompts).__name__}")
+    listed = list(prompts)
+    if listed and all(isinstance(entry, int | np.integer) for entry in listed):
+        return [listed]
+    return listed
+
+
+def _listed_conversations(messages: Any) -> list[Any]:
+    """One conversation or several -> several. A flat list of messages is one conversation."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise ValueError(
+            "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists, but is "
+            f"{type(messages).__name__}"
+        )
+    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+
+
+def _token_id(token: Any, vocab_size: int, what: str = "token ids") -> int:
+    if not isinstance(token, int | np.integer) or isinstance(token, bool):
+        raise ValueError(f"{what} must be integers, but one is {token!r}")
+    if not 0 <= token < vocab_size:
+        raise ValueError(f"{what} must be in [0, {vocab_size - 1}], but one is {token}")
+    return int(token)
+
+
+def _seed(params: SamplingParams, index: int, engine_seed: int, number: int) -> int:
+    """64 bits: the request's own seed plus the completion's index, or drawn from the engine's seed."""
+    if params.seed is not None:
+        return (params.seed + index) % 2**64
+    high, low = np.random.SeedSequence([engine_seed % 2**64, number]).generate_state(2)
+    return int(high) << 32 | int(low)
+
+
+def _eos_token_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> set[int]:
+    """generation_config.json's, else config.json's, else the tokenizer's."""
+    fallback = None if tokenizer is None else tokenizer.eos_token_id
+    for found in (files.generation_config.get("eos_token_id"), files.config.get("eos_token_id"), fallback):
+        if found is not None:
+            return set(found) if isinstance(found, list) else {found}
+    return set()
+
+
+def _default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """What the checkpoint's generation_config.json asks for, on top of the defaults."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
+    return SamplingParams(**given)
+
+
+def _checked_salt(salt: Any) -> str | None:
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise ValueError(f"cache_salt must be a string of at least one character, but is {salt!r}")
+    return salt

@@ -1,0 +1,68 @@
+"""Which lines of the input already have a record in the output, and whether they are still the same lines.
+
+Eight bytes a line: a job of millions of lines stays small. Knows nothing about JSON or files.
+"""
+
+from array import array
+
+from dcpjax.jobs.lines import Line, LineReader
+from dcpjax.jobs.record import Stored
+
+_NONE = 0  # as good as never a fingerprint: one in 2**64
+
+
+class Answered:
+    """Line number -> fingerprint of the line when it was answered."""
+
+    def __init__(self) -> None:
+        self._fingerprints = array("Q")
+        self.count = 0
+        self.errors = 0
+
+    @property
+    def last_line(self) -> int:
+        return len(self._fingerprints)
+
+    def add(self, record: Stored) -> None:
+        """Raises ValueError for a second record of a line."""
+        missing = record.line - len(self._fingerprints)
+        if missing > 0:
+            self._fingerprints.extend([_NONE] * missing)
+        if self._fingerprints[record.line - 1] != _NONE:
+            raise ValueError(
+                f"the output must answer each line once, but answers line {record.line} twice; "
+                "use another output, or `overwrite`"
+            )
+        self._fingerprints[record.line - 1] = int(record.fingerprint, 16)
+        self.count += 1
+        self.errors += record.is_error
+
+    def has(self, line: Line) -> bool:
+        """Raises ValueError if another line was answered under this number."""
+        found = self._fingerprints[line.number - 1] if line.number <= self.last_line else _NONE
+        if found not in (_NONE, int(line.fingerprint, 16)):
+            raise ValueError(
+                f"`resume` must be given the input that the output answers, but line {line.number} has changed "
+                "since; use that input, another output, or `overwrite`"
+            )
+        return found != _NONE
+
+    def check_length(self, lines: int) -> None:
+        """Raises ValueError if the output answers a line that the input lacks."""
+        if lines < self.last_line:
+            raise ValueError(
+                f"`resume` must be given the input that the output answers, but that had {self.last_line:,} lines "
+                f"or more and this one has {lines:,}; use that input, another output, or `overwrite`"
+            )
+
+
+def survey(lines: LineReader, answered: Answered) -> int:
+    """How many lines want an answer, having checked that those which have one are unchanged."""
+    count, last = 0, 0
+    while (line := lines.read()) is not None:
+        last = line.number
+        if not line.is_blank:
+            answered.has(line)
+            count += 1
+    answered.check_length(last)
+    return count

@@ -1,0 +1,104 @@
+"""The real model behind a batch job: lines become jobs of an `LLM`, their results come back as they finish.
+
+Joins requests of a batch and the engine; knows nothing about files.
+"""
+
+import os
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from dcpjax.api.outputs import RequestOutput, StreamEvent
+from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.frontend.completion import Job
+from dcpjax.jobs.job import Completes
+from dcpjax.llm import LLM
+from dcpjax.openai.request import BatchRequest
+
+
+def open_batch_engine(
+    model: str | os.PathLike[str], options: Mapping[str, Any], *, progress: bool
+) -> tuple[Completes, Mapping[str, Any]]:
+    """Load a model; it and the sampling options that its checkpoint asks for."""
+    llm = LLM(model, progress=progress, **options)
+    own, usual = llm.get_default_sampling_params(), SamplingParams()
+    names = [field.name for field in fields(SamplingParams)]
+    asked = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(usual, name)}
+    return BatchEngine(llm), asked
+
+
+class BatchEngine:
+    """Runs the requests of a batch on one model, any number at a time. Keys are the caller's."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._jobs: dict[int, Job] = {}
+        self._events = deque[StreamEvent]()
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._jobs)
+
+    def submit(self, key: int, request: BatchRequest) -> None:
+        """Queue a request. Raises ValueError for one that cannot be run."""
+        job = self._job(key, request)
+        if job.error is None:
+            self._check_max_tokens(job)
+            job.events, job.streamed = self._events, False
+            self._llm.start(job)
+        refusal = job.error or job.output.error  # by the intake, or by the engine
+        if refusal:
+            raise ValueError(refusal)
+        self._jobs[key] = job
+
+    def advance(self) -> list[tuple[int, RequestOutput]]:
+        """Run one step; the requests that it finished."""
+        if self._llm.engine.has_work:
+            self._llm.advance()
+        keys = {event.prompt_index for event in self._events} & self._jobs.keys()
+        self._events.clear()
+        finished = sorted(key for key in keys if self._jobs[key].output.finished)
+        return [(key, self._jobs.pop(key).output) for key in finished]
+
+    def abort(self) -> None:
+        """Drop everything that has not finished."""
+        self._llm.abandon(list(self._jobs.values()))
+        self._jobs.clear()
+        self._events.clear()
+
+    def stats(self) -> Mapping[str, float]:
+        stats = self._llm.stats()
+        return {
+            "cache_usage": stats.cache_usage,
+            "prefix_hit_rate": stats.prefix_hit_rate,
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "preemptions": stats.preemptions,
+        }
+
+    def _check_max_tokens(self, job: Job) -> None:
+        """A line that asks for more than can be is refused, not cut short: its author is not there to notice."""
+        asked, room = job.params.max_tokens, self._llm.max_model_len - len(job.prompt_token_ids)
+        if asked is not None and asked > room:
+            raise ValueError(
+                f"max_tokens must be at most {room} (max_model_len={self._llm.max_model_len} less "
+                f"{len(job.prompt_token_ids)} of the prompt), but is {asked}; use {room}"
+            )
+
+    def _job(self, key: int, request: BatchRequest) -> Job:
+        intake, sampling = self._llm.intake, request.sampling
+        intake.check_priority(request.priority)
+        if request.messages is None:
+            return intake.job(key, request.prompt, sampling, request.priority, request.cache_salt)
+        return intake.chat_job(
+            key,
+            request.messages,
+            sampling,
+            request.priority,
+            request.cache_salt,
+            tools=request.tools,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            chat_template_kwargs=request.chat_template_kwargs,
+        )

@@ -1,0 +1,69 @@
+"""What a user chooses about a batch job, checked before any file is opened. Knows no files and no engine."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from dcpjax.api.sampling_params import check_option_names
+
+Fsync = Literal["always", "interval", "never"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """How a batch job treats its files.
+
+    Args:
+        resume: go on where an earlier run into the same output stopped; starts afresh if there is none.
+        overwrite: throw away what the output holds.
+        retry_errors: with `resume`: run again the lines whose record is an error.
+        ordered: once all lines are done, sort the output by input line. Until then records stand in the order
+            in which they were finished, so that none waits for another.
+        fsync: when records are forced to the disk: "always" after each one, "interval" once a second, "never"
+            leaves it to the system. A killed process loses nothing either way; a power failure may.
+        grace_seconds: how long after Ctrl-C or SIGTERM running requests may go on; 0 drops them at once.
+        max_line_bytes: longer lines become error records; more of a line is never held.
+        max_in_flight: most requests that are read ahead of the output, and so are computed again after a crash.
+
+    Raises:
+        ValueError: a value out of its range, or two that contradict, named in backticks.
+    """
+
+    resume: bool = False
+    overwrite: bool = False
+    retry_errors: bool = False
+    ordered: bool = False
+    fsync: Fsync = "interval"
+    grace_seconds: float = 20.0
+    max_line_bytes: int = 100_000_000
+    max_in_flight: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("resume", "overwrite", "retry_errors", "ordered"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` must be True or False, but is {getattr(self, name)!r}")
+        if self.fsync not in get_args(Fsync):
+            raise ValueError(f"`fsync` must be one of {', '.join(get_args(Fsync))}, but is {self.fsync!r}")
+        _at_least("max_line_bytes", self.max_line_bytes, 2)  # an empty object
+        _at_least("max_in_flight", self.max_in_flight, 1)
+        _seconds("grace_seconds", self.grace_seconds)
+        if self.resume and self.overwrite:
+            raise ValueError("`resume` must not come with `overwrite`, which throws away what is done; remove one")
+        if self.retry_errors and not self.resume:
+            raise ValueError("`retry_errors` must come with `resume`, but stands alone; add `resume`")
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> "BatchOptions":
+        """Build from keyword options, refusing an unknown one by name with the nearest valid one."""
+        check_option_names(options, [field.name for field in fields(cls)])
+        return cls(**options)
+
+
+def _at_least(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"`{name}` must be an integer of at least {low}, but is {value!r}; use {low} or more")
+
+
+def _seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"`{name}` must be a number of seconds, at least 0, but is {value!r}; use 0 or more")

@@ -1,0 +1,1 @@
+"""Bodies of OpenAI's requests and responses. Knows nothing about files, lines or connections."""

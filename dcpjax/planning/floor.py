@@ -1,0 +1,186 @@
+"""The shortest time a decode step can take on given hardware: bytes, operations and exchanges over published peaks.
+
+A floor and no forecast. It leaves out kernels that reach less than the peak, launches, sampling, scheduling, and a
+network slower than the links within one machine; memory and arithmetic overlap wholly, exchanges with nothing. One
+thing is an expectation instead: tokens choose their experts independently and evenly, which says how many are read.
+
+Exchanges are float32, as the engine's are, and counted as what each device must send at least:
+
+    all-gather      (n - 1) x own part          all-to-all   (n - 1) / n x own input
+    reduce-scatter  (n - 1) / n x own input     all-reduce   2 (n - 1) / n x own input
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dcpjax.models.config import ModelConfig
+from dcpjax.planning.hardware import Hardware
+from dcpjax.planning.sizes import abstract_place, local_shape, part_bytes, weight_parts
+from dcpjax.sharding.mesh import Layout
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What a layer's attention sends over `dcp` for each query token."""
+
+    query_bytes: float  # the gather of the queries
+    merge_bytes: float  # the merge of the partials by their lse
+    collectives: int
+
+    @property
+    def bytes(self) -> float:
+        return self.query_bytes + self.merge_bytes
+
+
+def exchange(config: ModelConfig, layout: Layout, merge: str, *, replicate_q: bool = False) -> Exchange:
+    """Per device, layer and query token; from the shapes in `gqa`, `mla` and `merge`."""
+    ranks, heads = layout.dcp, config.num_heads // layout.tp
+    if ranks == 1:
+        return Exchange(query_bytes=0, merge_bytes=0, collectives=0)
+    query, value, features = _widths(config, layout)
+    part = (ranks - 1) / ranks * FLOAT32  # of a value that a reduce-scatter or an all-to-all takes in
+    every_lse = heads * (ranks - 1) * FLOAT32
+    packs = heads % ranks == 0 and features == heads * value
+    merge_bytes, collectives = {
+        "ag_rs": (every_lse + features * part, 2),
+        "a2a": (heads * (value + 1) * part, 1) if packs else (features * part + every_lse, 2),
+        "psum": (2 * heads * (value + 2) * part, 3),
+    }[merge]
+    return Exchange(
+        query_bytes=0 if replicate_q else query * part,
+        merge_bytes=merge_bytes,
+        collectives=collectives + (not replicate_q),
+    )
+
+
+def _widths(config: ModelConfig, layout: Layout) -> tuple[int, int, int]:
+    """Features of the gathered query, of one head's output, and of all a dcp group's outputs, padded."""
+    heads = config.num_heads // layout.tp
+    if config.mla is not None:
+        return heads * config.mla.cached_dim, config.mla.latent_rank, heads * config.mla.latent_rank
+    features = -(-heads * config.head_dim // layout.dcp) * layout.dcp
+    return features, config.head_dim, features
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """What a decode step costs each device, by what it grows with."""
+
+    weight_bytes: int  # once a step
+    expert_bytes: int  # once a step, if every expert is chosen
+    experts_chosen: float  # share of the experts that one token visits; 0 without experts
+    kv_bytes: float  # per token of context
+    weight_flops: float  # per request
+    kv_flops: float  # per token of context
+    exchange_bytes: float  # per request
+    collectives: int  # once a step
+    dtype: str
+    kv_dtype: str
+
+
+def step_cost(
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    dtype: str,
+    kv_dtype: str,
+    kv_bytes: float,
+    merge: str,
+    replicate_q: bool = False,
+) -> StepCost:
+    """`kv_bytes` per token and device, as the cache stores them: each rank reads all of its own part."""
+    place, moe = abstract_place(layout, replicate_q=replicate_q), config.moe
+    chosen = moe.experts_per_token / moe.experts if moe else 0.0
+    read = {"once": 0, "experts": 0}
+    flops = 0.0
+    for part, count in weight_parts(config, layout, dtype).items():
+        kind, spec = part
+        if kind == "embedding" and not config.tie_word_embeddings:  # a row per request, not the table
+            continue
+        read["experts" if kind == "experts" else "once"] += count * part_bytes(part, place, dtype, config)
+        if len(spec.axes) > 1:
+            values = 1
+            for size in local_shape(spec, place):
+                values *= size
+            flops += 2 * count * values * (chosen if kind == "experts" else 1)
+    sent, collectives = _whole_exchange(config, layout, merge, replicate_q)
+    return StepCost(
+        weight_bytes=read["once"],
+        expert_bytes=read["experts"],
+        experts_chosen=chosen,
+        kv_bytes=kv_bytes,
+        weight_flops=flops,
+        kv_flops=_attention_flops(config, layout),
+        exchange_bytes=sent,
+        collectives=collectives,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    )
+
+
+def _attention_flops(config: ModelConfig, layout: Layout) -> float:
+    """Scores and weighted values of one query against one token, all layers, over the ranks that share the work."""
+    mla = config.mla
+    widths = 2 * config.head_dim if mla is None else mla.cached_dim + mla.latent_rank
+    return 2 * config.num_layers * config.num_heads * widths / layout.devices
+
+
+def _whole_exchange(config: ModelConfig, layout: Layout, merge: str, replicate_q: bool) -> tuple[float, int]:
+    """Bytes per request and collectives of a step: attention over dcp; over the pool two all-reduces of the hidden
+    state a layer, one of the embedding, and the gather of the logits."""
+    devices, layers = layout.devices, config.num_layers
+    if devices == 1:
+        return 0.0, 0
+    own = exchange(config, layout, merge, replicate_q=replicate_q)
+    others = (devices - 1) / devices * FLOAT32
+    pool = others * (2 * (2 * layers + 1) * config.hidden_size + config.vocab_size)
+    return layers * own.bytes + pool, layers * (own.collectives + 2) + 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """The least seconds of one decode step. Floors only: see the module."""
+
+    requests: int
+    memory_seconds: float
+    compute_seconds: float
+    exchange_seconds: float
+    latency_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.memory_seconds, self.compute_seconds) + self.exchange_seconds + self.latency_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.requests / self.seconds
+
+
+def floor(cost: StepCost, hardware: Hardware, requests: int, context: float) -> Floor:
+    """One new token for each of `requests`, each with `context` tokens in the cache."""
+    read_experts = cost.expert_bytes * (1 - (1 - cost.experts_chosen) ** requests)
+    tokens = requests * context
+    return Floor(
+        requests=requests,
+        memory_seconds=(cost.weight_bytes + read_experts + tokens * cost.kv_bytes) / hardware.bandwidth,
+        compute_seconds=requests * cost.weight_flops / hardware.peak(cost.dtype)
+        + tokens * cost.kv_flops / hardware.peak(cost.kv_dtype),
+        exchange_seconds=requests * cost.exchange_bytes / hardware.link,
+        latency_seconds=cost.collectives * hardware.latency,
+    )
+
+
+def smallest(holds: Callable[[int], bool], most: int) -> int | None:
+    """The smallest number from 1 to `most` that holds; None if none does. What holds, holds for what follows."""
+    low, high = 0, 1  # `low` does not hold
+    while not holds(min(high, most)):
+        if high >= most:
+            return None
+        low, high = high, high * 2
+    high = min(high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

@@ -1,0 +1,285 @@
+"""A plan for people and programs: aligned text, HTML for notebooks, plain data for JSON."""
+
+import html
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from dcpjax.planning.sizes import weight_bytes
+from dcpjax.sharding.mesh import Layout
+
+if TYPE_CHECKING:
+    from dcpjax.planning.planner import Plan, Row
+
+MOST_DEVICES = 4096
+
+WIDTH = 100  # of sentences in the text form
+HEADINGS = (
+    ("tp x dcp", ""),
+    ("copies", "of KV"),
+    ("weights", "/device"),
+    ("KV/token", "/device"),
+    ("tokens", "that fit"),
+    ("requests", "that fit"),
+    ("exchange", "/layer"),
+    ("least", "step time"),
+    ("most", "tokens/s"),
+)
+
+
+def to_text(plan: "Plan") -> str:
+    """Heading, one row per legal dcp, two sentences, what the times leave out."""
+    upper, lower = zip(*HEADINGS, strict=True)
+    rows = [(">" if row is plan.row else "", *_cells(plan, row)) for row in plan.rows]
+    lines = [("", *upper), ("", *lower), *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    table.insert(2, " " * widths[0] + "".join("  " + "-" * width for width in widths[1:]))
+    wrapped = [textwrap.fill(sentence, WIDTH) for sentence in [*conclusion(plan), "", *remarks(plan)]]
+    return "\n".join([*heading(plan), "", *(line.rstrip() for line in table), "", *wrapped])
+
+
+def to_html(plan: "Plan") -> str:
+    def row(tag: str, cells: Sequence[str], bold: bool = False) -> str:
+        style = ' style="font-weight: bold"' if bold else ""
+        return f"<tr{style}>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    def paragraphs(sentences: Sequence[str]) -> str:
+        return "".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences)
+
+    body = "".join(row("td", _cells(plan, one), bold=one is plan.row) for one in plan.rows)
+    table = f"<table><thead>{row('th', [' '.join(pair) for pair in HEADINGS])}</thead><tbody>{body}</tbody></table>"
+    return paragraphs(heading(plan)) + table + paragraphs(conclusion(plan)) + paragraphs(remarks(plan))
+
+
+def to_dict(plan: "Plan") -> dict[str, Any]:
+    """Bytes, seconds and counts, all per device where it makes a difference; None for what there is not."""
+    return {
+        "model": plan.model,
+        "hardware": {name: _finite(value) for name, value in asdict(plan.hardware).items()},
+        "tensor_parallel_size": plan.options.tensor_parallel_size,
+        "dtype": plan.dtype,
+        "kv_cache_dtype": plan.kv_cache_dtype,
+        "engine_runs_these_dtypes": plan.runs_here,
+        **asdict(plan.demand),
+        "concurrency": plan.options.concurrency,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "memory_limit_bytes": _finite(plan.memory_limit),
+        "fits": plan.fits,
+        "chosen_dcp": plan.chosen_dcp,
+        "useful_dcp": plan.useful_dcp,
+        "rows": [_row_dict(plan, row) for row in plan.rows],
+        "conclusion": conclusion(plan),
+        "remarks": remarks(plan),
+    }
+
+
+def heading(plan: "Plan") -> list[str]:
+    hardware, options, demand = plan.hardware, plan.options, plan.demand
+    devices = options.tensor_parallel_size
+    shared = "no prefix in common"
+    if demand.unique_token_fraction < 1:
+        shared = f"{_percent(1 - demand.unique_token_fraction)} of the prompt in common"
+    return [
+        f"{plan.model} on {devices} x {hardware.name}: {size(hardware.memory)}, {size(hardware.bandwidth)}/s, "
+        f"link {size(hardware.link)}/s each, {_percent(options.gpu_memory_utilization)} of the memory used",
+        f"{plan.dtype} weights ({size(plan.checkpoint_bytes)} in all), {plan.kv_cache_dtype} cache, "
+        f"{options.dcp_comm_backend} merge, requests of {demand.context_length:,} + {demand.output_length:,} "
+        f"tokens, {shared}",
+    ]
+
+
+def conclusion(plan: "Plan") -> list[str]:
+    """Two sentences: what fits, and how fast it can be at most."""
+    return [_capacity_sentence(plan), _speed_sentence(plan)]
+
+
+def remarks(plan: "Plan") -> list[str]:
+    lines = [
+        "Times are floors, not forecasts: bytes over published bandwidth or operations over published peak, plus "
+        f"exchange over the published link, plus {plan.hardware.latency * 1e6:g} us a collective (assumed). Kernels, "
+        "launches, scheduling and slower networks come on top; experts are taken as evenly chosen."
+    ]
+    if plan.row.floor and plan.row.dcp > 1:
+        lines.insert(0, _merges_sentence(plan, plan.row, plan.row.floor.requests))
+    if not plan.runs_here:
+        lines.append(
+            f"This can only be planned: the engine runs float32 and bfloat16, but the weights are {plan.dtype} and "
+            f"the cache is {plan.kv_cache_dtype}."
+        )
+    changed = [f"{row.block_size} at dcp={row.dcp}" for row in plan.rows if row.block_size != plan.options.block_size]
+    if changed:
+        lines.append(f"Blocks of {plan.options.block_size} tokens do not divide by every dcp: {', '.join(changed)}.")
+    return lines
+
+
+def size(count: float) -> str:
+    """Bytes in powers of 1000, three digits."""
+    if not math.isfinite(count):
+        return "unlimited"
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if abs(count) < 999.5 or unit == "PB":
+            break
+        count /= 1000
+    digits = 0 if unit == "B" and count == round(count) else max(0, 2 - len(str(int(abs(count)))) + 1)
+    text = f"{count:.{digits}f}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
+
+
+def _cells(plan: "Plan", row: "Row") -> tuple[str, ...]:
+    requests = row.floor.requests if row.floor else 0
+    sent = row.exchanges[plan.options.dcp_comm_backend].bytes * requests
+    return (
+        f"{row.tp} x {row.dcp}",
+        str(row.copies),
+        size(row.weight_bytes),
+        f"{row.kv_bytes_per_token:,.10g} B",
+        f"{row.tokens:,}" if row.num_blocks else "-",
+        f"{row.requests:,}" if row.num_blocks else "-",
+        size(sent) if sent else "-",
+        f"{row.floor.seconds * 1e3:.3g} ms" if row.floor else "-",
+        f"{row.floor.tokens_per_second:,.0f}" if row.floor else "-",
+    )
+
+
+def _merges_sentence(plan: "Plan", row: "Row", requests: int) -> str:
+    """What a layer's exchange is made of, whichever merge is used."""
+    sent = ", ".join(f"{merge} {size(one.merge_bytes * requests)}" for merge, one in row.exchanges.items())
+    queries = row.exchanges[plan.options.dcp_comm_backend].query_bytes * requests
+    return (
+        f"Each device sends in a layer of that step, in float32: {size(queries)} to gather the queries and to merge by "
+        f"{sent}."
+    )
+
+
+def _capacity_sentence(plan: "Plan") -> str:
+    row, demand = plan.row, plan.demand
+    if not plan.fits:
+        return _shortage_sentence(plan)
+    text = (
+        f"dcp={row.dcp} fits {_count(row.requests, 'request')} of {demand.length:,} tokens at once, the cache stored "
+        f"{_times(row.copies)}"
+    )
+    first = plan.rows[0]
+    if first is row or first.dcp != 1:
+        return f"{text}."
+    if not first.requests:
+        return f"{text}; dcp=1 stores it {_times(first.copies)} and fits none."
+    ratio = row.requests / first.requests
+    return f"{text}: {ratio:.2g} x the {first.requests:,} of dcp=1, which stores it {_times(first.copies)}."
+
+
+def _shortage_sentence(plan: "Plan") -> str:
+    """What is missing and the nearest thing that helps."""
+    row, limit = plan.row, plan.memory_limit
+    wanted = plan.options.concurrency or 1
+    occupied = row.weight_bytes + plan.options.workspace_bytes
+    where = f"It does not fit: at dcp={row.dcp} each device"
+    if occupied >= limit:
+        return (
+            f"{where} must hold {size(occupied)} of weights and workspace, but may use {size(limit)}; use a smaller "
+            f"dtype{_enough_devices(plan)}."
+        )
+    if row.memory_needed > limit:
+        return (
+            f"{where} would need {size(row.memory_needed)}, but may use {size(limit)}; use "
+            f"kv_cache_memory_bytes={math.floor(limit - occupied)}."
+        )
+    return (
+        f"{where} has room for {row.tokens:,} tokens of cache, {_count(row.requests, 'request')} of "
+        f"{plan.demand.length:,} tokens, but must hold {wanted:,}; use more devices, a smaller kv_cache_dtype or "
+        "shorter requests."
+    )
+
+
+def _enough_devices(plan: "Plan") -> str:
+    """The least doubling of the devices on which the weights fit."""
+    devices, config = plan.options.tensor_parallel_size, plan.config
+    limit = plan.memory_limit - plan.options.workspace_bytes
+    while not plan.hardware.shared and (devices := devices * 2) <= MOST_DEVICES:
+        layout = Layout(tensor_parallel_size=devices, decode_context_parallel_size=devices)
+        if config.mla is not None and config.num_heads % devices:
+            break
+        if weight_bytes(config, layout, plan.dtype, replicate_q=plan.options.dcp_replicate_q) < limit:
+            return f" or tensor_parallel_size={devices}"
+    return ""
+
+
+def _speed_sentence(plan: "Plan") -> str:
+    row, first = plan.row, plan.rows[0]
+    if row.floor is None:
+        return _smaller_dtypes_sentence(plan)
+    text = (
+        f"A decode step of {_count(row.floor.requests, 'request')} takes at least {row.floor.seconds * 1e3:.3g} ms "
+        f"there, {row.floor.tokens_per_second:,.0f} tokens/s"
+    )
+    if first is row or first.dcp != 1:
+        return f"{text}."
+    if first.floor:
+        text += f" ({row.floor.tokens_per_second / first.floor.tokens_per_second:.2g} x dcp=1)"
+    return f"{text}; {_break_even(plan, row)}."
+
+
+def _smaller_dtypes_sentence(plan: "Plan") -> str:
+    row = plan.row
+    layout = Layout(tensor_parallel_size=row.tp * row.dcp, decode_context_parallel_size=row.dcp)
+    bytes_of = {dtype: weight_bytes(plan.config, layout, dtype) for dtype in ("bfloat16", "fp8", "nvfp4")}
+    smaller = [f"{dtype} {size(count)}" for dtype, count in bytes_of.items() if count < row.weight_bytes]
+    return f"Weights per device in a smaller dtype: {', '.join(smaller)}." if smaller else "No dtype is smaller."
+
+
+def _break_even(plan: "Plan", row: "Row") -> str:
+    if row.copies == plan.rows[0].copies:
+        return "dcp=1 stores no more copies, so splitting the context gains nothing"
+    if row.faster_from_requests is None and row.faster_from_context is None:
+        return "its step is never faster than that of dcp=1, it only holds more"
+    ways = []
+    if row.faster_from_requests is not None:
+        ways.append(
+            f"{_count(row.faster_from_requests, 'request')} of {plan.demand.context_length:,} tokens of context"
+        )
+    if row.faster_from_context is not None:
+        ways.append(f"{row.faster_from_context:,} tokens of context with one request")
+    return f"its step is shorter than that of dcp=1 from {', or from '.join(ways)}"
+
+
+def _row_dict(plan: "Plan", row: "Row") -> dict[str, Any]:
+    return {
+        "tp": row.tp,
+        "dcp": row.dcp,
+        "copies": row.copies,
+        "block_size": row.block_size,
+        "weight_bytes_per_device": row.weight_bytes,
+        "kv_block_bytes_per_device": row.block_bytes,
+        "kv_bytes_per_token_per_device": row.kv_bytes_per_token,
+        "num_blocks": row.num_blocks,
+        "tokens": row.tokens,
+        "requests": row.requests,
+        "exchange_bytes_per_layer_and_token": {
+            merge: {"query": one.query_bytes, "merge": one.merge_bytes, "collectives": one.collectives}
+            for merge, one in row.exchanges.items()
+        },
+        "floor": row.floor
+        and {**asdict(row.floor), "seconds": row.floor.seconds, "tokens_per_second": row.floor.tokens_per_second},
+        "faster_than_dcp_1_from_requests": row.faster_from_requests,
+        "faster_than_dcp_1_from_context": row.faster_from_context,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.3g} %"
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

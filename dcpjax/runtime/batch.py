@@ -1,0 +1,141 @@
+"""A step's requests as fixed-shape arrays: the only thing that crosses from the host's plans to the device.
+
+Tokens of all scheduled requests lie one after another, decodes first; shapes come from a few buckets so that each
+is compiled once. Padding is -1 and is dropped on the device; a token that only the device knows is `UNKNOWN`.
+
+    tokens  | d0 | d1 | d2 | p0 p0 p0 p0 p0 | p1 p1 p1 | -1 -1 |      3 decodes, 2 prompt chunks, padding
+    rows    |  0 |  1 |  2 |  3  3  3  3  3 |  4  4  4 | -1 -1 |
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from flax import struct
+
+from dcpjax.engine.scheduler import Scheduled
+from dcpjax.models.attention.work import Tiles, Work
+from dcpjax.models.kv_cache import CacheGeometry
+
+PREFILL_TILE = 64  # query tokens of a prompt that attend together
+SHORT_TILE = 8  # the same, in the smallest steps
+LEAST_TOKENS = 32  # of a step that runs prompts
+
+
+@struct.dataclass
+class Batch:
+    """One step's input. N tokens, R rows (requests)."""
+
+    # [N] int32, host: token ids, -1 for padding, -2 for the newest token of the row's seat
+    tokens: jax.Array
+    work: Work
+    # [R] int32, host: index into the N tokens of each request's last one, 0 for padding
+    last: jax.Array
+    # [R] int32, host: seat of each request, 0 for padding
+    seats: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """The buckets that step shapes are rounded up to."""
+
+    max_rows: int
+    max_tokens: int
+    table_width: int
+    # fewest tokens of a step in which all tokens of a prompt attend together, None where they never do
+    whole_prompts_from: int | None = None
+
+    def decode_only(self, step: Sequence[Scheduled]) -> bool:
+        """Whether a step of single tokens alone runs a program of its own, without tiles of many tokens."""
+        return all(entry.count == 1 for entry in step)
+
+    def rows(self, count: int) -> int:
+        """N and R of a step of single tokens, and how many of a step choose a next one: 1, 8, 16, 32 ..."""
+        return 1 if count == 1 else _round_up(count, 8, 2, self.max_rows)
+
+    def prompt_rows(self, count: int) -> int:
+        """R of a step that runs prompts: 1, 8, 32, 64 ...: fewer, since each is compiled for each N."""
+        return 1 if count == 1 else _round_up(count, 8, 4 if count <= 32 else 2, self.max_rows)
+
+    def tokens(self, count: int) -> int:
+        """N of a step that runs prompts: 32, 64, 128 ..."""
+        return _round_up(count, LEAST_TOKENS, 2, self.max_tokens)
+
+    def prefill_tile(self, size: int) -> int:
+        """Tokens of a prompt that attend together in a step of N = `size`: few in the smallest steps.
+
+        Those run the end of a long prompt beside decodes, where every token of a tile costs as much as a decode.
+        """
+        if size <= LEAST_TOKENS:
+            return min(size, SHORT_TILE)
+        whole = self.whole_prompts_from is not None and size >= self.whole_prompts_from
+        return size if whole else min(size, PREFILL_TILE)
+
+
+def _round_up(count: int, least: int, base: int, most: int) -> int:
+    size = least
+    while size < count:
+        size *= base
+    return max(count, min(size, most))
+
+
+def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) -> Batch:
+    """Lay the scheduled tokens out, in the order of `step`."""
+    decode_only = shapes.decode_only(step)
+    rows = shapes.rows(len(step)) if decode_only else shapes.prompt_rows(len(step))
+    tokens, positions, row_of, last = list[int](), list[int](), list[int](), list[int]()
+    table = np.full((rows, shapes.table_width), -1, np.int32)
+    for row, entry in enumerate(step):
+        stop = entry.start + entry.count
+        tokens += entry.request.tokens(entry.start, stop)
+        positions += range(entry.start, stop)
+        row_of += [row] * entry.count
+        last.append(len(tokens) - 1)
+        table[row, : len(entry.block_table)] = entry.block_table
+    size = rows if decode_only else shapes.tokens(len(tokens))
+    tile = 0 if decode_only else shapes.prefill_tile(size)
+    work = Work(
+        padded(positions, size, fill=-1),  # type: ignore[arg-type]
+        padded(row_of, size, fill=-1),  # type: ignore[arg-type]
+        table,  # type: ignore[arg-type]
+        _tiles(step, rows, size, tile, geometry),
+    )
+    seats = padded([entry.request.seat for entry in step], rows, fill=0)
+    return Batch(padded(tokens, size, fill=-1), work, padded(last, rows, fill=0), seats)  # type: ignore[arg-type]
+
+
+def padded(values: Sequence[int] | np.ndarray, size: int, *, fill: int) -> np.ndarray:
+    """[size] int32: the values, then `fill`."""
+    array = np.full(size, fill, np.int32)
+    array[: len(values)] = values
+    return array
+
+
+def _tiles(step: Sequence[Scheduled], rows: int, size: int, tile: int, geometry: CacheGeometry) -> tuple[Tiles, ...]:
+    """Tiles of one token for the decodes; when prompts run too, tiles of `tile` tokens for those."""
+    decodes = _tiles_of([entry.count == 1 for entry in step], step, 1)
+    tiles = [_pack(decodes, 1, rows, geometry)]
+    if tile:
+        prompts = _tiles_of([entry.count > 1 for entry in step], step, tile)
+        tiles.append(_pack(prompts, tile, size // tile + rows, geometry))
+    return tuple(tiles)
+
+
+def _tiles_of(wanted: Sequence[bool], step: Sequence[Scheduled], size: int) -> list[tuple[int, int, int]]:
+    """(first token in the step, row, last position) of each tile of the wanted entries."""
+    tiles, first = [], 0
+    for row, (entry, want) in enumerate(zip(step, wanted, strict=True)):
+        for offset in range(0, entry.count if want else 0, size):
+            count = min(size, entry.count - offset)
+            tiles.append((first + offset, row, entry.start + offset + count - 1))
+        first += entry.count
+    return tiles
+
+
+def _pack(tiles: Sequence[tuple[int, int, int]], size: int, capacity: int, geometry: CacheGeometry) -> Tiles:
+    start, row, chunks = np.zeros((3, capacity), np.int32)
+    if tiles:
+        start[: len(tiles)], row[: len(tiles)], last_positions = np.array(tiles, np.int32).T
+        chunks[: len(tiles)] = geometry.chunks(last_positions + 1)
+    return Tiles(start, row, chunks, np.int32(len(tiles)), size)  # type: ignore[arg-type]

@@ -1,0 +1,65 @@
+"""What a step gives back to the host, entry by entry. Knows arrays that have arrived; knows nothing about devices."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dcpjax.engine.result import StepResult, TokenScores
+from dcpjax.engine.scheduler import Scheduled
+from dcpjax.runtime.logit_rows import choosing_rows, scored_tokens
+from dcpjax.sampling.sampler import Sampled
+from dcpjax.sampling.scoring import Logprobs
+
+
+def step_result(
+    step: Sequence[Scheduled], sound: np.ndarray | None, sampled: Sampled | None, prompt_scores: Logprobs | None
+) -> StepResult:
+    """The arrays of a step, on the host, as results of its entries.
+
+    `sampled` has a row for each entry that chooses, None if there is none; `sound` says of every entry whether its
+    hidden state is finite, None if all choose.
+    """
+    rows = choosing_rows(step)
+    tokens = np.zeros(len(step), np.int32)
+    finite = np.ones(len(step), np.bool_) if sound is None else np.array(sound[: len(step)])
+    if sampled is not None:
+        tokens[rows], finite[rows] = sampled.tokens[: len(rows)], sampled.finite[: len(rows)]
+    return StepResult(
+        tokens=tokens.tolist(),
+        finite=finite.tolist(),
+        scores=_scores_of_samples(step, rows, sampled),
+        prompt_scores=_scores_of_prompts(step, prompt_scores),
+    )
+
+
+def _scores_of_samples(
+    step: Sequence[Scheduled], rows: Sequence[int], sampled: Sampled | None
+) -> list[TokenScores | None] | None:
+    if sampled is None or sampled.logprobs is None:
+        return None
+    found: list[TokenScores | None] = [None] * len(step)
+    for index, row in enumerate(rows):
+        if step[row].request.params.logprobs is not None:
+            found[row] = _token_scores(int(sampled.tokens[index]), sampled.logprobs, index)
+    return found
+
+
+def _scores_of_prompts(step: Sequence[Scheduled], scores: Logprobs | None) -> list[dict[int, TokenScores]] | None:
+    """For each entry, the scores of prompt tokens by position: each follows from the token before."""
+    if scores is None:
+        return None
+    found: list[dict[int, TokenScores]] = [{} for _ in step]
+    for index, (row, _, position) in enumerate(scored_tokens(step)):
+        token = step[row].request.prompt_token_ids[position + 1]
+        found[row][position + 1] = _token_scores(token, scores, index)
+    return found
+
+
+def _token_scores(token: int, scores: Logprobs, row: int) -> TokenScores:
+    return TokenScores(
+        token,
+        float(scores.chosen[row]),
+        int(scores.rank[row]),
+        np.asarray(scores.top_ids[row]).tolist(),
+        np.asarray(scores.top[row]).tolist(),
+    )

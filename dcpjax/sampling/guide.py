@@ -1,0 +1,204 @@
+"""Which tokens may come next, so that a text obeys a JSON schema, a regular expression, a list or a grammar.
+
+The llguidance package parses; this room gives it the bytes of every token, in the spelling that `Tokenizer.decode`
+uses, and speaks in masks of token ids. Knows nothing about logits, batches or requests.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dcpjax.api.structured_outputs import StructuredOutputsParams
+from dcpjax.checkpoint.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+KINDS = tuple(field.name for field in fields(StructuredOutputsParams))
+# Between the parts of a JSON text. The bound is ours: a model that has lost the thread pads forever.
+WHITESPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+MAX_REASON = 200  # characters of the library's own words in a sentence of ours
+STUCK = "NoExtension"  # its word for a text that must go on where no token can
+REMEMBERED = 16  # grammars kept compiled: prompts come in batches that share one
+
+
+class GuideMaker:
+    """Makes the guides of one model. Holds the vocabulary in llguidance's form."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        """`vocab_size` is the width of the logits: ids of theirs that the tokenizer lacks are never allowed.
+
+        Raises ValueError if the llguidance package or an end-of-sequence token is missing.
+        """
+        # An id outside the logits can never be sampled.
+        ends = sorted(token for token in eos_token_ids if 0 <= token < vocab_size)
+        if not ends:
+            raise ValueError(
+                "guided output must have an end-of-sequence token, but the model names none; use another model"
+            )
+        self._library = _llguidance()
+        vocabulary = _Vocabulary(tokenizer, vocab_size, ends)
+        self._vocabulary = self._library.LLTokenizer(vocabulary, eos_token=ends)
+        self._leading = vocabulary.leading
+        self._words = -(-vocab_size // 32)
+        self._compiled = lru_cache(REMEMBERED)(self._compile)
+
+    def make(self, spec: StructuredOutputsParams) -> "Guide":
+        r"""A guide at the beginning of a text. Raises ValueError for a spec that cannot be followed.
+
+        A regular expression is one of Rust's regex crate and describes the whole text; `\d` is any digit of Unicode.
+        """
+        kind = next(name for name in KINDS if getattr(spec, name) is not None)
+        compiled = self._compiled(kind, self._grammar(kind, getattr(spec, kind)))
+        return Guide(compiled.deep_copy(), self._words, kind)
+
+    def _grammar(self, kind: str, value: Any) -> str:
+        """The form that llguidance reads, whatever the kind."""
+        try:
+            return json.dumps({"grammars": self._after_leading(self._rule(kind, value))}, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _refusal(kind, str(error)) from error
+
+    def _after_leading(self, guided: dict[str, Any]) -> list[dict[str, Any]]:
+        """What the tokenizer drops from the beginning of a text has to be generated before the text."""
+        if not self._leading:
+            return [guided]
+        return [{"lark_grammar": f"start: {json.dumps(self._leading)} @guided"}, guided | {"name": "guided"}]
+
+    def _rule(self, kind: str, value: Any) -> dict[str, Any]:
+        match kind:
+            case "json":
+                return {"json_schema": _schema(value)}
+            case "json_object":
+                return {"json_schema": _schema({"type": "object"})}
+            case "regex":
+                return json.loads(self._library.LLMatcher.grammar_from_regex(value))["grammars"][0]
+            case "choice":
+                return {"lark_grammar": self._library.grammar_from("choice", json.dumps(list(value)))}
+            case _:
+                return {"lark_grammar": self._library.grammar_from("grammar", value)}
+
+    def _compile(self, kind: str, grammar: str) -> "LLMatcher":
+        matcher = self._library.LLMatcher(self._vocabulary, grammar, log_level=0)
+        matcher.compute_bitmask()  # Finds out now whether any token can begin the text.
+        if matcher.is_error():
+            raise _refusal(kind, matcher.get_error())
+        return matcher
+
+
+class Guide:
+    """How far one text has come. Follows sampled tokens only, so a request that is recomputed needs no replay."""
+
+    def __init__(self, matcher: "LLMatcher", words: int, kind: str) -> None:
+        """`words` is the length of a mask; `kind` is how the user asked, for the sentences of errors."""
+        self._matcher = matcher
+        self._words = words
+        self._kind = kind
+        self._mask: np.ndarray | None = None
+
+    def mask(self) -> np.ndarray:
+        """[ceil(vocab_size / 32)] uint32, read-only: bit i % 32 of word i // 32 is 1 if token i may come next.
+
+        Raises ValueError when no token can: the vocabulary cannot spell what must follow, or the grammar
+        asks for more work than the library allows.
+        """
+        if self._mask is None:
+            # The library's mask can be a word longer.
+            self._mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32, self._words)
+            self._check()
+        return self._mask
+
+    def advance(self, token_id: int) -> None:
+        """Take the sampled token. Raises ValueError if the mask did not allow it."""
+        self._mask = None
+        self._matcher.consume_token(token_id)
+        self._check()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the text is complete, so that nothing but an end-of-sequence token may follow."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def _check(self) -> None:
+        # In an error the library's mask would allow the end of the sequence.
+        if self._matcher.is_error():
+            self._mask = None
+            raise ValueError(
+                f"the text must follow {self._kind}, but cannot go on: {_reason(self._matcher.get_error())}; "
+                f"use a simpler {self._kind}"
+            )
+
+
+class _Vocabulary:
+    """The attributes by which llguidance reads a tokenizer."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
+        leading = tokenizer.leading()
+        self.leading = leading.character * leading.count
+        self.eos_token_id = ends[0]
+        self.tokens = [tokenizer.piece(token_id) for token_id in range(vocab_size)]
+        # These spell nothing in a text: only a grammar that names one allows it.
+        special = tokenizer.special_ids.intersection(range(vocab_size)).union(ends)
+        self.special_token_ids = sorted(special)
+        self._encode = tokenizer.encode
+        self._pieces = {
+            token_id: piece for token_id, piece in enumerate(self.tokens) if piece and token_id not in special
+        }
+        self._ids = {piece: token_id for token_id, piece in self._pieces.items()}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: str) -> list[int]:
+        """A text that has to follow, cut as the model learnt it. llguidance trusts the answer to spell the text."""
+        ids = [token_id for token_id in self._encode(text, add_special_tokens=False) if token_id in self._pieces]
+        spelled = b"".join(self._pieces[token_id] for token_id in ids)
+        return ids if spelled == text.encode() else self._longest_matches(text.encode())
+
+    def _longest_matches(self, rest: bytes) -> list[int]:
+        """For what `encode` changes: text that spells a control token, is normalised, or gets a space in front."""
+        ids: list[int] = []
+        while piece := self._longest_match(rest):
+            ids.append(self._ids[piece])
+            rest = rest[len(piece) :]
+        return ids
+
+    def _longest_match(self, rest: bytes) -> bytes:
+        sizes = range(min(len(rest), self._longest), 0, -1)
+        return next((rest[:size] for size in sizes if rest[:size] in self._ids), b"")
+
+
+def _schema(value: str | Mapping[str, Any]) -> dict[str, Any]:
+    schema = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"a JSON schema must be an object, but is {schema!r}")
+    return {"x-guidance": WHITESPACE, **schema}
+
+
+def _refusal(kind: str, message: str) -> ValueError:
+    return ValueError(f"{kind} must be one that can be followed, but is not: {_reason(message)}; correct it")
+
+
+def _reason(message: str) -> str:
+    """The line of the library's message that says what is wrong; the others draw where."""
+    if message.startswith(STUCK):
+        return "no token of the vocabulary can come next"
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason given"]
+    reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    return reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."
+
+
+def _llguidance() -> ModuleType:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ValueError(
+            "guided output needs the llguidance package, which is not installed; pip install 'dcpjax[guided]'"
+        ) from error
+    return llguidance

@@ -1,0 +1,1 @@
+"""Paged attention for GPUs and TPUs in Pallas."""

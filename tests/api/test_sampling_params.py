@@ -1,0 +1,233 @@
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from dcpjax.api.sampling_params import MAX_SEED, SamplingParams, check_option_names
+from dcpjax.api.structured_outputs import StructuredOutputsParams
+
+REFUSED = [
+    ({"temperature": -0.1}, "temperature must be in [0, inf), but is -0.1; use 0"),
+    ({"temperature": math.inf}, "temperature must be in [0, inf), but is inf; use 1"),
+    ({"temperature": math.nan}, "temperature must be a number, but is nan"),
+    ({"temperature": "hot"}, "temperature must be a number, but is 'hot'"),
+    ({"temperature": True}, "temperature must be a number, but is True"),
+    ({"temperature": None}, "temperature must be a number, but is None"),
+    ({"top_p": 0}, "top_p must be in (0, 1], but is 0; use 0.01"),
+    ({"top_p": 1.5}, "top_p must be in (0, 1], but is 1.5; use 1"),
+    ({"min_p": -1}, "min_p must be in [0, 1], but is -1; use 0"),
+    ({"min_p": 1.1}, "min_p must be in [0, 1], but is 1.1; use 1"),
+    ({"top_k": -2}, "top_k must be at least -1, but is -2; use -1"),
+    ({"top_k": 2.0}, "top_k must be an integer, but is 2.0"),
+    ({"n": 0}, "n must be at least 1, but is 0; use 1"),
+    ({"max_tokens": 0}, "max_tokens must be at least 1, but is 0; use 1"),
+    ({"max_tokens": -5}, "max_tokens must be at least 1, but is -5; use 1"),
+    ({"max_tokens": 3.5}, "max_tokens must be an integer, but is 3.5"),
+    ({"min_tokens": -1}, "min_tokens must be at least 0, but is -1; use 0"),
+    ({"min_tokens": 9, "max_tokens": 4}, "min_tokens must be at most max_tokens=4, but is 9; use 4"),
+    ({"seed": 2**63}, f"seed must be at most {2**63 - 1}, but is {2**63}; use {2**63 - 1}"),
+    ({"seed": 1.0}, "seed must be an integer, but is 1.0"),
+    ({"stop": ""}, "stop must hold non-empty strings, but holds ''"),
+    ({"stop": ["a", ""]}, "stop must hold non-empty strings, but holds ''"),
+    ({"stop": [3]}, "stop must hold non-empty strings, but holds 3"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids must be at least 0, but is -1; use 0"),
+    ({"stop_token_ids": ["x"]}, "stop_token_ids must be an integer, but is 'x'"),
+    ({"presence_penalty": 2.5}, "presence_penalty must be in [-2, 2], but is 2.5; use 2"),
+    ({"presence_penalty": None}, "presence_penalty must be a number, but is None"),
+    ({"frequency_penalty": -3}, "frequency_penalty must be in [-2, 2], but is -3; use -2"),
+    ({"frequency_penalty": math.nan}, "frequency_penalty must be a number, but is nan"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be in (0, inf), but is 0; use 0.01"),
+    ({"repetition_penalty": math.inf}, "repetition_penalty must be in (0, inf), but is inf; use 1"),
+    ({"logit_bias": [3]}, "logit_bias must be a mapping from token id to number, but is [3]"),
+    ({"logit_bias": {"x": 1}}, "logit_bias must be an integer, but is 'x'"),
+    ({"logit_bias": {-1: 1}}, "logit_bias must be at least 0, but is -1; use 0"),
+    ({"logit_bias": {1: "a lot"}}, "logit_bias must hold numbers, but holds 'a lot' for token 1"),
+    ({"logit_bias": {1: math.nan}}, "logit_bias must hold numbers, but holds nan for token 1"),
+    ({"allowed_token_ids": []}, "allowed_token_ids must hold at least one token id, but is empty; use None for all"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids must be at least 0, but is -1; use 0"),
+    ({"allowed_token_ids": [True]}, "allowed_token_ids must be an integer, but is True"),
+    ({"allowed_token_ids": 3}, "allowed_token_ids must be a list of token ids, but is 3"),
+    ({"bad_words": "no"}, "bad_words must be a list of strings, but is 'no'; use ['no']"),
+    ({"bad_words": ["no", ""]}, "bad_words must hold non-empty strings, but holds ''"),
+    ({"logprobs": -2}, "logprobs must be at least -1, but is -2; use -1"),
+    ({"logprobs": True}, "logprobs must be an integer, but is True"),
+    ({"prompt_logprobs": 1.5}, "prompt_logprobs must be an integer, but is 1.5"),
+    ({"detokenize": 1}, "detokenize must be True or False, but is 1"),
+    (
+        {"detokenize": False, "stop": "end"},
+        "stop must be empty where detokenize is False, but is ['end']; use stop_token_ids or detokenize=True",
+    ),
+    (
+        {"structured_outputs": {"regex": "a"}},
+        "structured_outputs must be StructuredOutputsParams, but is {'regex': 'a'}; "
+        'use StructuredOutputsParams(regex="...") or the like',
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), REFUSED, ids=[str(options) for options, _ in REFUSED])
+def test_a_value_out_of_range_is_refused_with_the_nearest_legal_one(options, sentence):
+    with pytest.raises(ValueError) as refusal:
+        SamplingParams(**options)
+    assert str(refusal.value) == sentence
+
+
+ALLOWED = [
+    {"temperature": 0},
+    {"temperature": 100.0},
+    {"top_p": 1e-9},
+    {"top_p": 1},
+    {"min_p": 0},
+    {"min_p": 1},
+    {"top_k": 0},
+    {"top_k": -1},
+    {"top_k": 10**12},
+    {"max_tokens": None, "min_tokens": 1000},
+    {"max_tokens": 4, "min_tokens": 4},
+    {"seed": 0},
+    {"seed": MAX_SEED},
+    {"seed": -MAX_SEED - 1},
+    {"presence_penalty": -2, "frequency_penalty": 2},
+    {"repetition_penalty": 1e-9},
+    {"repetition_penalty": 50},
+    {"logprobs": -1, "prompt_logprobs": 0},
+    {"structured_outputs": StructuredOutputsParams(regex="a")},
+]
+
+
+@pytest.mark.parametrize("options", ALLOWED, ids=str)
+def test_values_at_the_edge_of_their_range_are_allowed(options):
+    params = SamplingParams(**options)
+    assert {name: getattr(params, name) for name in options} == options
+
+
+def test_defaults_are_those_of_vllm():
+    assert dataclasses.asdict(SamplingParams()) | {"stop": None, "stop_token_ids": None, "bad_words": None} == {
+        "n": 1,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "logit_bias": None,
+        "allowed_token_ids": None,
+        "bad_words": None,
+        "seed": None,
+        "stop": None,
+        "stop_token_ids": None,
+        "include_stop_str_in_output": False,
+        "ignore_eos": False,
+        "max_tokens": 16,
+        "min_tokens": 0,
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "detokenize": True,
+        "skip_special_tokens": True,
+        "structured_outputs": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("stop", "strings"), [(None, ()), ("end", ("end",)), (["a", "bc"], ("a", "bc")), (("x",), ("x",)), ([], ())]
+)
+def test_stop_is_one_string_or_several(stop, strings):
+    assert SamplingParams(stop=stop).stop_strings == strings
+
+
+def test_stop_tokens_are_any_sequence_of_ids():
+    assert SamplingParams().stop_tokens == ()
+    assert SamplingParams(stop_token_ids=range(3)).stop_tokens == (0, 1, 2)
+
+
+def test_params_are_immutable_and_compare_by_value():
+    params = SamplingParams(stop=["a"], seed=3)
+    assert params == SamplingParams(stop="a", seed=3)
+    assert hash(params) == hash(SamplingParams(stop="a", seed=3))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.seed = 4
+
+
+def test_a_changed_list_of_stops_does_not_change_the_params():
+    stops = ["a"]
+    params = SamplingParams(stop=stops)
+    stops.append("b")
+    assert params.stop_strings == ("a",)
+
+
+def test_a_changed_mapping_does_not_change_the_params():
+    bias = {1: 2.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[3] = 1.0
+    assert params.logit_bias == {1: 2.0}
+
+
+def test_biases_are_read_as_json_has_them_and_held_within_their_limits():
+    params = SamplingParams(logit_bias={"50256": -1000, 7: np.float32(3.5), np.int64(8): 200})
+    assert params.logit_bias == {50256: -100.0, 7: 3.5, 8: 100.0}
+    ids, values = params.bias_arrays
+    assert (ids.tolist(), values.tolist()) == ([50256, 7, 8], [-100.0, 3.5, 100.0])
+    assert (ids.itemsize, values.itemsize) == (4, 4)
+
+
+def test_bad_words_are_kept_once_each():
+    assert SamplingParams(bad_words=["a", "b", "a"]).bad_words == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("options", "penalizes"),
+    [
+        ({}, False),
+        ({"presence_penalty": 0.1}, True),
+        ({"frequency_penalty": -1}, True),
+        ({"repetition_penalty": 2}, True),
+    ],
+)
+def test_params_know_whether_they_penalize(options, penalizes):
+    assert SamplingParams(**options).has_penalties == penalizes
+
+
+REFUSED_BY_THE_MODEL = [
+    ({"stop_token_ids": [3, 100]}, "stop_token_ids must be in [0, 99], but one is 100"),
+    ({"logit_bias": {100: 1.0}}, "logit_bias must be in [0, 99], but one is 100"),
+    ({"allowed_token_ids": [5, 400]}, "allowed_token_ids must be in [0, 99], but one is 400"),
+    ({"logprobs": 21}, "logprobs must be at most max_logprobs=20, but is 21; use 20"),
+    ({"prompt_logprobs": 50}, "prompt_logprobs must be at most max_logprobs=20, but is 50; use 20"),
+    ({"logprobs": -1}, "logprobs must be at most max_logprobs=20, but is -1, all 100; use 20"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"), REFUSED_BY_THE_MODEL, ids=[str(one) for one, _ in REFUSED_BY_THE_MODEL]
+)
+def test_what_the_model_or_the_engine_cannot_do_is_refused(options, sentence):
+    params = SamplingParams(**options)
+    with pytest.raises(ValueError) as refusal:
+        params.check_against(vocab_size=100, max_logprobs=20)
+    assert str(refusal.value) == sentence
+
+
+def test_what_the_model_and_the_engine_can_do_is_not_refused():
+    edge = {"stop_token_ids": [99], "logit_bias": {99: 1.0}, "allowed_token_ids": [0, 99]}
+    SamplingParams(**edge, logprobs=20, prompt_logprobs=0).check_against(vocab_size=100, max_logprobs=20)
+    SamplingParams(logprobs=-1, prompt_logprobs=-1).check_against(vocab_size=100, max_logprobs=-1)
+    SamplingParams().check_against(vocab_size=100, max_logprobs=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("temprature", "temperature"), ("max_token", "max_tokens"), ("stop_tokens", "stop_token_ids")]
+)
+def test_an_unknown_option_is_refused_with_the_nearest_valid_one(name, near):
+    with pytest.raises(ValueError, match=f"unknown option '{name}'; did you mean {near}"):
+        SamplingParams.from_options({"seed": 1, name: 1})
+
+
+def test_an_option_near_to_none_lists_the_valid_ones():
+    with pytest.raises(ValueError, match="unknown option 'xyzzy'; valid options: seed, stop"):
+        check_option_names({"xyzzy": 1}, ["seed", "stop"])
+
+
+def test_valid_options_make_the_same_params():
+    assert SamplingParams.from_options({"top_k": 3, "seed": 1}) == SamplingParams(top_k=3, seed=1)

@@ -1,0 +1,131 @@
+"""An engine without a model, and `dcpjax batch` with it: what the tests of batch jobs run, also as a process.
+
+    python tests/batch_mock.py PLAN in.jsonl -o out.jsonl [FLAGS]
+
+PLAN is JSON: which crash, signal or wait happens when, and where the lines that were computed are written down.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+from typing import Any
+
+from dcpjax.api.outputs import CompletionOutput, RequestOutput
+from dcpjax.cli import batch
+from dcpjax.cli.flags import Parser, parse
+from dcpjax.jobs import output_file
+from dcpjax.openai.request import BatchRequest
+
+
+class MockEngine:
+    """Answers a prompt with its capitals, a token a letter; up to three requests a step, in a shuffled order."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random, self.running = random.Random(seed), {}
+        self.submitted: list[BatchRequest] = []
+        self.aborted = self.steps = self.most = 0
+
+    def submit(self, key: int, request: BatchRequest) -> None:
+        if "refuse" in text_of(request):
+            raise ValueError("a prompt must hold at most 60 tokens, but holds 61")
+        self.running[key] = request
+        self.submitted.append(request)
+        self.most = max(self.most, len(self.running))
+
+    def advance(self) -> list[tuple[int, RequestOutput]]:
+        self.steps += 1
+        keys = self.random.sample(sorted(self.running), min(len(self.running), self.random.randint(0, 3)))
+        return [(key, answer(self.running.pop(key))) for key in keys]
+
+    def abort(self) -> None:
+        self.aborted += 1
+        self.running.clear()
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.running)
+
+    def stats(self) -> dict[str, float]:
+        return {"cache_usage": len(self.running) / 100}
+
+
+def text_of(request: BatchRequest) -> str:
+    if request.messages is not None:
+        return str(request.messages[-1].get("content") if isinstance(request.messages[-1], dict) else None)
+    return request.prompt if isinstance(request.prompt, str) else "".join(map(chr, request.prompt or []))
+
+
+def answer(request: BatchRequest) -> RequestOutput:
+    text = text_of(request)
+    error = "the logits of a step must be finite, but were not" if text == "fail" else None
+    made = [
+        CompletionOutput(index, text.upper(), list(range(len(text))), "error" if error else "stop", error=error)
+        for index in range(request.sampling.n)
+    ]
+    return RequestOutput("0", None, list(range(len(text))), made, True, num_cached_tokens=len(text) // 2)
+
+
+class Planned(MockEngine):
+    """Also writes down what it computes, and does what the plan says."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        super().__init__(plan.get("seed", 0))
+        self.plan = plan
+        self.diary = os.open(plan["diary"], os.O_WRONLY | os.O_APPEND | os.O_CREAT) if "diary" in plan else None
+
+    def advance(self) -> list[tuple[int, RequestOutput]]:
+        if self.steps == self.plan.get("signal_at_step"):
+            os.kill(os.getpid(), self.plan["signal"])
+        if self.steps == self.plan.get("again_at_step"):
+            os.kill(os.getpid(), self.plan["signal"])
+            signal.pause()  # only the end of the process ends this
+        finished = self._finished()
+        if self.diary is not None:
+            os.write(self.diary, b"".join(b"%d\n" % key for key, _ in finished))
+        if self.steps == self.plan.get("kill_at_step"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return finished
+
+    def _finished(self) -> list[tuple[int, RequestOutput]]:
+        if self.steps >= self.plan.get("stuck_at_step", 1 << 40):
+            self.steps += 1
+            return []
+        return super().advance()
+
+
+class TornWrites:
+    """`os`, whose writes take a part, and which dies in the middle of one of them."""
+
+    def __init__(self, kill_at: int, bytes_written: int) -> None:
+        self.left, self.bytes_written = kill_at, bytes_written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def write(self, file: int, data: Any) -> int:
+        self.left -= 1
+        if self.left < 0:
+            os.write(file, data[: self.bytes_written])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.write(file, data[: max(1, len(data) // 2)])
+
+
+def run_command(arguments: list[str], engine: MockEngine) -> int:
+    parser = Parser(prog="dcpjax batch", usage="", description="")
+    batch.add_flags(parser)
+    return batch.run(parse(parser, [*arguments, "--model", "mock"]), lambda: (engine, {}))
+
+
+def main() -> int:
+    plan, *arguments = sys.argv[1:]
+    plan = json.loads(plan)
+    sys.argv = ["dcpjax", "batch", *arguments]
+    if "kill_at_write" in plan:
+        output_file.os = TornWrites(plan["kill_at_write"], plan.get("bytes_written", 0))  # type: ignore
+    return run_command(arguments, Planned(plan))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
