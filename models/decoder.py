@@ -110,7 +110,7 @@ def forward(
 def logits(weights: Weights, hidden: jax.Array, config: ModelConfig, place: Placement) -> jax.Array:
     """hidden [R, M] -> float32 [R, V] on every device; ids that only pad the vocabulary are cut off."""
     head = weights.embed if weights.head is None else weights.head
-    scores = place.constrain(dot(hidden, head, lone_cpu=place.lone_cpu), None, "vocab")
+    scores = place.constrain(dot(hidden, head, single_cpu=place.single_cpu), None, "vocab")
     return place.constrain(scores, None, None)[:, : config.vocab_size]
 
 

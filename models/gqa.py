@@ -121,7 +121,7 @@ def run(
     """
     place = runtime.place
     with jax.named_scope("qkv"):
-        q, k, v = dots(x, weights.q, weights.k, weights.v, lone_cpu=place.lone_cpu)
+        q, k, v = dots(x, weights.q, weights.k, weights.v, single_cpu=place.single_cpu)
         q = place.constrain(add_bias(q, weights.q_bias), None, "query")
         k = place.constrain(add_bias(k, weights.k_bias), None, "kv_heads")
         v = place.constrain(add_bias(v, weights.v_bias), None, "kv_heads")
@@ -138,7 +138,7 @@ def run(
         check_vma=False,
     )(q, k, v, cache, work, angles, (weights.q_norm, weights.k_norm))
     with jax.named_scope("out_projection"):
-        hidden = dot(features, weights.o, weights.o_bias, onto=x.stream, lone_cpu=place.lone_cpu)
+        hidden = dot(features, weights.o, weights.o_bias, onto=x.stream, single_cpu=place.single_cpu)
         return place.constrain(hidden, None, None), cache
 
 

@@ -29,22 +29,22 @@ def dot(
     bias: jax.Array | None = None,
     *,
     onto: jax.Array | None = None,
-    lone_cpu: bool = False,
+    single_cpu: bool = False,
 ) -> jax.Array:
     """x [N, I] float32, weight [O, I] -> [N, O] float32, with a bias [O], added to `onto` [N, O].
 
-    `lone_cpu`: the only device is a CPU, for which there are kernels.
+    `single_cpu`: the only device is a CPU, for which there are kernels.
     """
-    if lone_cpu and bias is None and product_calls.suits(_rows(x), weight):
+    if single_cpu and bias is None and product_calls.suits(_rows(x), weight):
         return fused_dots(x, weight, onto=onto)[0]
-    (y,) = dots(x, weight, lone_cpu=lone_cpu)
+    (y,) = dots(x, weight, single_cpu=single_cpu)
     y = add_bias(y, bias)
     return y if onto is None else onto + y
 
 
-def dots(x: jax.Array | Normed, *weights: jax.Array, lone_cpu: bool = False) -> list[jax.Array]:
+def dots(x: jax.Array | Normed, *weights: jax.Array, single_cpu: bool = False) -> list[jax.Array]:
     """`dot` with each of some weights, in one call where a kernel takes them together."""
-    if lone_cpu and product_calls.suits(_rows(x), *weights):
+    if single_cpu and product_calls.suits(_rows(x), *weights):
         return fused_dots(x, *weights)
     x = x.array() if isinstance(x, Normed) else x
     return [_xla_dot(x, weight) for weight in weights]

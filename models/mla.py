@@ -110,7 +110,7 @@ def run(
     4. merge over dcp                            by lse -> [N, H / T * Y], the rows of the own o_proj
     """
     place, mla = runtime.place, _config(config)
-    dot = bind(layers.dot, lone_cpu=place.lone_cpu)
+    dot = bind(layers.dot, single_cpu=place.single_cpu)
     with jax.named_scope("qkv"):
         q_input = x if weights.q_down is None else Normed(dot(x, weights.q_down), weights.q_norm, config.rms_norm_eps)
         q = place.constrain(dot(q_input, weights.q), None, "query")

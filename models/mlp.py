@@ -33,13 +33,13 @@ def names(root: str) -> MLPWeights:
 def run(weights: MLPWeights, x: Normed, place: Placement) -> jax.Array:
     """x [N, M] -> its stream [N, M] with what this adds."""
     own = weights.gate, weights.up, weights.down
-    if place.lone_cpu and product_calls.suits(x.stream.shape[0], *own):
+    if place.single_cpu and product_calls.suits(x.stream.shape[0], *own):
         return place.constrain(fused_dots(x, *own, gated=True, onto=x.stream)[0], None, None)
-    gated = place.constrain(swiglu(x, weights.gate, weights.up, lone_cpu=place.lone_cpu), None, "ffn")
-    return place.constrain(dot(gated, weights.down, onto=x.stream, lone_cpu=place.lone_cpu), None, None)
+    gated = place.constrain(swiglu(x, weights.gate, weights.up, single_cpu=place.single_cpu), None, "ffn")
+    return place.constrain(dot(gated, weights.down, onto=x.stream, single_cpu=place.single_cpu), None, None)
 
 
-def swiglu(x: jax.Array | Normed, gate: jax.Array, up: jax.Array, *, lone_cpu: bool = False) -> jax.Array:
+def swiglu(x: jax.Array | Normed, gate: jax.Array, up: jax.Array, *, single_cpu: bool = False) -> jax.Array:
     """x [N, M], gate and up [F, M] -> [N, F]."""
-    gated, risen = dots(x, gate, up, lone_cpu=lone_cpu)
+    gated, risen = dots(x, gate, up, single_cpu=single_cpu)
     return jax.nn.silu(gated) * risen

@@ -75,7 +75,7 @@ class Placement:
         return self.mesh.shape[DCP]
 
     @property
-    def lone_cpu(self) -> bool:
+    def single_cpu(self) -> bool:
         """Whether the only device is a CPU, whose cores are all its own."""
         return self.mesh.size == 1 and self.platform == "cpu"
 

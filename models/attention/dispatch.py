@@ -141,7 +141,7 @@ def _cpu_body(cache: Cache, runtime: Runtime) -> Callable[..., Partial]:
     from dcpjax.models.kernels.cpu.attention_calls import paged_partial_numba, suits
 
     if suits(cache, runtime.geometry):
-        return bind(paged_partial_numba, parallel=runtime.place.lone_cpu)
+        return bind(paged_partial_numba, parallel=runtime.place.single_cpu)
     return paged_partial
 
 
@@ -151,4 +151,4 @@ def choose_store(cache: Cache, runtime: Runtime) -> Callable[..., Any] | None:
         return None
     from dcpjax.models.kernels.cpu.attention_calls import suits, write_numba
 
-    return bind(write_numba, parallel=runtime.place.lone_cpu) if suits(cache, runtime.geometry) else None
+    return bind(write_numba, parallel=runtime.place.single_cpu) if suits(cache, runtime.geometry) else None

@@ -139,7 +139,7 @@ def _on_cpu(q: jax.Array, tiles: Tiles, step: "_Step", mla: MLAConfig, runtime: 
     if not suits_prompts(step.cache, step.geometry, up.w_uk, up.w_uv):
         return None
     where, own = (step.cache, step.work, tiles, step.geometry, step.rank), (up.w_uk, up.w_uv)
-    fewest, parallel = fewest_queries(mla), runtime.place.lone_cpu
+    fewest, parallel = fewest_queries(mla), runtime.place.single_cpu
     return prompt_partial_numba(q * up.scale, *where, *own, fewest=fewest, parallel=parallel)
 
 

@@ -86,7 +86,7 @@ def test_kernels_norm_gate_and_add_as_xla_does(rows, width, dtype):
 def test_a_norm_of_another_dtype_is_no_kernels_business():
     x, weight = drawn(3, 64, 40, jnp.bfloat16)
     normed = Normed(x, jnp.linspace(0.5, 2, 64, dtype=jnp.float32), 0.1)
-    found, expected = dots(normed, weight, lone_cpu=True)[0], dots(normed, weight)[0]
+    found, expected = dots(normed, weight, single_cpu=True)[0], dots(normed, weight)[0]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -106,13 +106,13 @@ def test_dot_uses_kernels_on_a_lone_cpu_alone_and_adds_bias_and_stream(dtype):
     x, weight = drawn(3, 64, 40, dtype)
     bias, onto = jnp.arange(40, dtype=dtype), jnp.ones((3, 40))
 
-    def text(lone_cpu: bool) -> str:
-        return jax.jit(lambda x, w: dot(x, w, bias, lone_cpu=lone_cpu)).lower(x, weight).as_text()
+    def text(single_cpu: bool) -> str:
+        return jax.jit(lambda x, w: dot(x, w, bias, single_cpu=single_cpu)).lower(x, weight).as_text()
 
     assert "dcpjax_product" in text(True)
     assert "dcpjax_product" not in text(False)
     for options in ({"bias": bias}, {"onto": onto}, {"bias": bias, "onto": onto}):
-        found, expected = dot(x, weight, lone_cpu=True, **options), dot(x, weight, **options)
+        found, expected = dot(x, weight, single_cpu=True, **options), dot(x, weight, **options)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
