@@ -1,59 +1,82 @@
 """A step's keys and values written to the paged cache, compiled by Numba.
 
-XLA's CPU backend scatters number by number and waits for each cache line in turn: keys lie transposed, so that of one
-token every number is in a line of its own. Here the next token's lines are asked for first, and neighbours in a block
+XLA's CPU backend scatters number by number and waits for each cache line in turn: keys lie transposed, so each number
+of a token's key is in a line of its own. Here the next token's lines are requested first, and neighbours in a block
 are written together.
-
-Works on plain arrays: knows blocks and slots, knows nothing about JAX.
 """
 
-# Numba calls these functions otherwise than they are defined
+# Numba calls these functions with other types than Python would
 # pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import int32, njit, prange
+from numba import int32, prange
 
-from dcpjax.models.kernels.cpu.compile import compiled
+from dcpjax.models.kernels.cpu.compile import both, catching, compiled, raise_if
 from dcpjax.models.kernels.cpu.vector import COLUMNS, pointer, prefetch, prefetch_columns
-from dcpjax.models.kernels.cpu.xla_call import NO_ERROR, arguments, array, is_call, results
+from dcpjax.models.kernels.cpu.xla_call import (
+    NO_ERROR,
+    Handler,
+    answer,
+    arguments,
+    array,
+    is_call,
+    results,
+)
 
 RUN = 32  # tokens at most that are written together: their lines stay in the inner cache
-ALONE = 8  # tokens that one thread writes: a second one costs more to wake
+SEQUENTIAL_TOKENS = 8  # so many are written by one thread: a second one costs more to wake
 
 
-@njit(inline="always")
-def _write_all(keys: Any, values: Any, k: Any, v: Any, block: np.ndarray, slot: np.ndarray) -> None:
-    """Store k and v [N, K, D] at (block, slot) [N] of keys [B, 1, K, D, P] and values [B, 1, K, P, D]; a block past
-    the end is dropped."""
-    tokens = block.shape[0]
-    if tokens <= ALONE:
-        _write(keys, values, k, v, block, slot, 0, tokens)
+class WriteCall(NamedTuple):
+    """Arguments and results of one call."""
+
+    keys: np.ndarray  # [N, 1, K, D, P], written in place
+    values: np.ndarray  # [N, 1, K, P, D], written in place
+    new_keys: np.ndarray  # [T, K, D]
+    new_values: np.ndarray  # [T, K, D]
+    block: np.ndarray  # [T] int32; past the end of the cache for a token that is dropped
+    slot: np.ndarray  # [T] int32
+
+
+def _write_all(call: Any) -> None:
+    """Store new keys and values at (block, slot)."""
+    tokens = call.block.shape[0]
+    if tokens <= SEQUENTIAL_TOKENS:
+        failed = _write(call, 0, tokens)
     else:
-        for share in prange(-(-tokens // RUN)):
-            first = np.int64(share) * RUN  # for prange's uint64 `_write` would be compiled once more
-            _write(keys, values, k, v, block, slot, first, min(first + RUN, tokens))
+        failed = 0
+        for part in prange(-(-tokens // RUN)):
+            first = np.int64(part) * RUN  # prange counts in uint64, for which `_write` would be compiled once more
+            failed += _write(call, first, min(first + RUN, tokens))
+    raise_if(failed)
 
 
+_write_parallel, _write_sequential = both(_write_all)
+
+
+@catching
 @compiled
-def _write(keys: Any, values: Any, k: Any, v: Any, block: np.ndarray, slot: np.ndarray, first: int, end: int) -> None:
+def _write(call: Any, first: int, end: int) -> None:
     """Tokens from `first` to `end`, neighbours of one block together."""
+    block, slot, blocks = call.block, call.slot, call.keys.shape[0]
     while first < end:
         after = first + 1
         while after < min(end, first + RUN) and block[after] == block[first] and slot[after] == slot[after - 1] + 1:
             after += 1
-        if after < end and block[after] < keys.shape[0]:
-            _ask(keys, values, block[after], slot[after])
-        if block[first] < keys.shape[0]:
-            _write_run(keys, values, k[first:after], v[first:after], block[first], slot[first])
+        if after < end and block[after] < blocks:
+            _prefetch_slot(call.keys, call.values, block[after], slot[after])
+        if block[first] < blocks:
+            _write_run(call, first, after)
         first = after
 
 
 @compiled
-def _write_run(keys: Any, values: Any, k: np.ndarray, v: np.ndarray, block: int, slot: int) -> None:
-    """k and v [S, K, D] at neighbouring slots."""
+def _write_run(call: Any, first: int, end: int) -> None:
+    """Tokens from `first` to `end`, which go to neighbouring slots of one block."""
+    keys, values, block, slot = call.keys, call.values, call.block[first], call.slot[first]
+    k, v = call.new_keys[first:end], call.new_values[first:end]
     tokens, heads, dims = k.shape
     for head in range(heads):
         for dim in range(dims):
@@ -65,27 +88,34 @@ def _write_run(keys: Any, values: Any, k: np.ndarray, v: np.ndarray, block: int,
 
 
 @compiled
-def _ask(keys: Any, values: Any, block: int, slot: int) -> None:
-    """For the cache lines of one slot."""
+def _prefetch_slot(keys: Any, values: Any, block: int, slot: int) -> None:
+    """Request the cache lines of one slot from memory."""
     _, _, heads, dims, slots = keys.shape
     for head in range(heads):
-        own = (block * heads + head) * dims * slots
-        at, row = pointer(keys, own + slot), pointer(values, own + slot * dims)
+        begin = (block * heads + head) * dims * slots
+        column, row = pointer(keys, begin + slot), pointer(values, begin + slot * dims)
         for dim in range(dims):
-            prefetch(at, dim * slots)
+            prefetch(column, dim * slots)
         for dim in range(0, dims, COLUMNS):
             prefetch_columns(row, dim)
 
 
-def kernel(stored: np.dtype) -> Callable[[Any], int]:
-    """A custom call (keys, values, k, v, block, slot), the first two of which are its results."""
+def kernel(dtype: np.dtype, parallel: bool, message: np.ndarray) -> Handler:
+    """For caches of this dtype: (keys, values, new keys, new values, block, slot) -> (keys, values), in place."""
 
-    def run(frame: Any) -> int:
-        if is_call(frame):
-            given, made = arguments(frame), results(frame)
-            keys, values = array(made[0], 5, stored), array(made[1], 5, stored)
-            k, v = array(given[2], 3, stored), array(given[3], 3, stored)
-            _write_all(keys, values, k, v, array(given[4], 1, int32), array(given[5], 1, int32))
-        return NO_ERROR
+    def handler(frame: Any) -> int:
+        if not is_call(frame):
+            return NO_ERROR
+        inputs, outputs = arguments(frame), results(frame)
+        call = WriteCall(
+            array(outputs[0], 5, dtype),
+            array(outputs[1], 5, dtype),
+            array(inputs[2], 3, dtype),
+            array(inputs[3], 3, dtype),
+            array(inputs[4], 1, int32),
+            array(inputs[5], 1, int32),
+        )
+        failed = _write_parallel(call) if parallel else _write_sequential(call)
+        return answer(frame, failed, message)
 
-    return run
+    return handler

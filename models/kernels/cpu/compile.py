@@ -1,39 +1,57 @@
-"""Functions compiled by Numba and kept from one run to the next.
+"""How the functions of this folder are compiled, and a fingerprint of their sources.
 
-Numba keeps what it made beside the function's file and takes it as long as that one file is the same, although
-functions and instructions from other files are part of it. Here the folder's name changes with any of these files.
+Only whole kernels are kept on disk, by `xla_call.register`. The functions that they are made of are not: Numba takes a
+kept function for current as long as the one file that defines it is unchanged, although code from other files is part
+of it.
 """
-
-# Numba fills in its settings while it is imported
-# pyright: reportAttributeAccessIssue=false
 
 from collections.abc import Callable
 from functools import cache as once
 from hashlib import sha256
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from numba import njit
-from numba.core import config
+from numba.extending import register_jitable
 
 
 def compiled(function: Callable[..., Any], *, parallel: bool = False) -> Any:
-    """Decorator: compiled at its first call, without Python's lock, dividing by zero as numpy does."""
-    with _choosing:
-        before, config.CACHE_DIR = config.CACHE_DIR, str(folder())
+    """Decorator: compiled at its first call, divides by zero as NumPy does. `parallel` makes `prange` use threads."""
+    return njit(function, error_model="numpy", nogil=True, parallel=parallel)
+
+
+def catching(function: Any) -> Any:
+    """Decorator of a compiled function: it returns how many exceptions it raised, 0 or 1. Numba loses an exception at
+    the end of a thread, and in a function that C calls."""
+
+    def call(*inputs: Any) -> int:
         try:
-            return njit(function, error_model="numpy", nogil=True, cache=True, parallel=parallel)
-        finally:
-            config.CACHE_DIR = before
+            function(*inputs)
+        except Exception:
+            return 1
+        return 0
+
+    return compiled(call)
 
 
-_choosing = Lock()
+def both(function: Callable[..., None]) -> tuple[Any, Any]:
+    """A kernel's outermost function, `catching`: with `prange` shared by threads, and on one thread."""
+    return catching(compiled(function, parallel=True)), catching(compiled(function))
+
+
+@compiled
+def raise_if(failed: int) -> None:
+    """Raise what threads could not: `failed` of their calls had an exception."""
+    if failed != 0:
+        raise RuntimeError("a thread had an exception")
+
+
+# Decorator: compiled where kernels call the function, plain Python where Python does
+shared_with_python = register_jitable(error_model="numpy")
 
 
 @once
-def folder() -> Path:
-    """Where these functions are kept: in the user's NUMBA_CACHE_DIR if there is one."""
-    here = Path(__file__).parent
-    sources = b"".join(path.read_bytes() for path in sorted(here.glob("*.py")))
-    return Path(config.CACHE_DIR or here / "__pycache__") / f"dcpjax-{sha256(sources).hexdigest()[:16]}"
+def fingerprint() -> str:
+    """Changes with every file of this folder."""
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return sha256(sources).hexdigest()[:16]

@@ -1,17 +1,18 @@
-"""A chunk of the cache folded into the running softmax of many queries, on a CPU's vector units, compiled by Numba.
+"""A chunk of the cache folded into the running softmax of a tile's queries, on a CPU's vector units, compiled by Numba.
 
-Works on numbers behind pointers; knows nothing about blocks, requests or JAX.
+Works on numbers behind pointers.
 """
 
-# Numba calls these functions otherwise than they are defined
+# Numba calls these functions with other types than Python would
 # pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from numba import literally
 
 from dcpjax.models.kernels.cpu.compile import compiled
-from dcpjax.models.kernels.cpu.softmax import clear, round_up, take_shares, within
+from dcpjax.models.kernels.cpu.softmax import clear, clip, round_up, update_softmax
 from dcpjax.models.kernels.cpu.vector import (
     COLUMNS,
     LANES,
@@ -29,109 +30,170 @@ from dcpjax.models.kernels.cpu.vector import (
 )
 
 
+class Matrix(NamedTuple):
+    """Numbers behind a pointer. Those of one row lie in groups of COLUMNS neighbours: [row, column] is at
+    start + row * row_stride + column // COLUMNS * group_stride + column % COLUMNS."""
+
+    start: Any
+    row_stride: int
+    group_stride: int
+
+
+class QueryTile(NamedTuple):
+    """Query rows of one request and KV head: Q of them."""
+
+    sums: Any  # [Q, value_dim] float32: weighted sums of values so far
+    value_dim: int
+    queries: Any  # [Q, query_dim] float32
+    query_dim: int
+    scores: Any  # scratch for the scores of the rows that are computed together, `score_stride` apart
+    score_stride: int
+
+
+class SoftmaxState(NamedTuple):
+    """Where the running softmax of Q query rows stands."""
+
+    visible: np.ndarray  # [Q] int64: how many of the request's slots each row sees; later rows see no fewer
+    maximum: np.ndarray  # [Q] float32: largest score so far
+    total: np.ndarray  # [Q] float32: sum of the weights exp(score - maximum) so far
+
+
+class Chunk(NamedTuple):
+    """Consecutive slots of one request. They lie in pieces (blocks) of `piece_slots`; `offsets` says where each is."""
+
+    first: int  # slots of the request before this chunk
+    count: int  # slots of the chunk
+    keys: Any  # Matrix [D, S] of a piece at offset 0; None where the values are also the keys
+    values: Any  # Matrix [S, Y] of a piece at offset 0
+    piece_slots: int
+    offsets: np.ndarray  # [2 * pieces] int64: of each piece of this chunk, then of each piece to prefetch
+
+
+class Prefetch(NamedTuple):
+    """Pointers to what is requested from memory meanwhile, a line at a time, each at a piece's offset."""
+
+    while_scoring: Any  # at the offsets of this chunk
+    while_summing: Any  # at the offsets of the pieces to prefetch
+
+
 @compiled
-def raise_rows(stored: Any, stride: int, rows: int, columns: int, to: Any, between: int) -> None:
-    """Rows of `stored` as float32, COLUMNS of them after another: the next COLUMNS begin `between` further."""
+def widen_rows(source: Any, row_stride: int, rows: int, columns: int, target: Any, group_stride: int) -> None:
+    """Rows of bfloat16 or float32 -> a float32 Matrix at `target`, with rows of a group COLUMNS apart."""
     for column in range(0, columns, COLUMNS):
-        at = column // COLUMNS * between
+        at = column // COLUMNS * group_stride
         for row in range(rows):
-            store(to, at, load(stored, row * stride + column))
-            store(to, at + LANES, load(stored, row * stride + column + LANES))
+            store(target, at, load(source, row * row_stride + column))
+            store(target, at + LANES, load(source, row * row_stride + column + LANES))
             at += COLUMNS
 
 
 @compiled
-def fold(together: int, tile: Any, state: Any, done: int, count: int, stored: Any, places: Any, ahead: Any) -> None:
-    """Fold `count` slots, those after the first `done`, into the running softmax of all queries, so many at a time.
+def fold(rows_at_once: int, tile: Any, state: Any, chunk: Any, prefetch: Any) -> None:
+    """Fold a Chunk into the running softmax (SoftmaxState) of a QueryTile, `rows_at_once` query rows at a time.
 
-    `tile`: sums [Q, Y], Y, queries [Q, D], D, room for scores [together, size], `size`. `state`: how many of the
-    request's slots each query sees, its largest score so far and its total, [Q].
-
-    `stored` keys [D, S] and values [S, Y]: pointer, distance of rows and of groups of COLUMNS; keys None where values
-    are also the keys. They lie in pieces of so many slots, the third: how much further each begins, `places` tells, and
-    after that of what is asked for meanwhile, `ahead`: while keys are read and while values are.
+    Each value is added only to the rows that see its slot, so a hidden NaN reaches none.
     """
-    (out, width, q, depth, shares, size), (keys, values, slots) = tile, stored
-    seen, top, total = state
-    limits, tops, totals, at = pointer(seen, 0), pointer(top, 0), pointer(total, 0), pointer(places, 0)
-    queries, pieces = seen.shape[0], places.shape[0] // 2
-    for query in range(0, queries, literally(together)):
-        end = min(query + together, queries)
-        common, most = within(limits[query] - done, count), within(limits[end - 1] - done, count)  # later: no less
+    sums, width, queries, depth, scores, stride = tile
+    first, count, keys, values, piece_slots, offsets_ = chunk
+    limits, maxima, totals = pointer(state.visible, 0), pointer(state.maximum, 0), pointer(state.total, 0)
+    offsets, pieces, rows = pointer(offsets_, 0), offsets_.shape[0] // 2, state.visible.shape[0]
+    for query in range(0, rows, literally(rows_at_once)):
+        end = min(query + rows_at_once, rows)
+        # slots of the chunk that every one of these rows sees, and that the last one sees
+        common, most = clip(limits[query] - first, count), clip(limits[end - 1] - first, count)
         if most == 0:
             continue
-        own, sums = shifted(q, query * depth), shifted(out, query * width)
-        clear(shares, together * size)
-        for piece in range(-(-most // slots)):
-            first, to = piece * slots, shifted(shares, piece * slots)
-            k, v, coming = _moved(keys, at[piece], 0), _moved(values, at[piece], 0), shifted(ahead[0], at[piece])
-            _score(together, to, size, own, depth, k, v, min(slots, most - first), coming)
+        own_queries, own_sums = shifted(queries, query * depth), shifted(sums, query * width)
+        clear(scores, rows_at_once * stride)
+        for piece in range(-(-most // piece_slots)):
+            slot, offset = piece * piece_slots, offsets[piece]
+            k, v, upcoming = _moved(keys, offset, 0), _moved(values, offset, 0), shifted(prefetch.while_scoring, offset)
+            slots = min(piece_slots, most - slot)
+            _score(rows_at_once, shifted(scores, slot), stride, own_queries, depth, k, v, slots, upcoming)
         for row in range(query, end):
-            limit = within(limits[row] - done, count)
+            limit = clip(limits[row] - first, count)
             if limit > 0:
-                scores = shifted(shares, (row - query) * size)
-                take_shares(shifted(out, row * width), width, scores, limit, shifted(tops, row), shifted(totals, row))
-        for piece in range(-(-common // slots)):
-            first, coming = piece * slots, shifted(ahead[1], at[pieces + piece])
-            v, rows = _moved(values, at[piece], 0), min(slots, common - first)
-            accumulate(together, sums, width, shifted(shares, first), size, rows, v, width, coming)
+                row_sums, row_scores = shifted(sums, row * width), shifted(scores, (row - query) * stride)
+                update_softmax(row_sums, width, row_scores, limit, shifted(maxima, row), shifted(totals, row))
+        for piece in range(-(-common // piece_slots)):
+            slot, upcoming = piece * piece_slots, shifted(prefetch.while_summing, offsets[pieces + piece])
+            v, slots = _moved(values, offsets[piece], 0), min(piece_slots, common - slot)
+            accumulate(rows_at_once, own_sums, width, shifted(scores, slot), stride, slots, v, width, upcoming)
         for row in range(query + 1, end):
-            limit = within(limits[row] - done, count)
-            for piece in range(common // slots, -(-limit // slots)):
-                first = max(common, piece * slots)
-                rest, rows = _moved(values, at[piece], first - piece * slots), min(limit, (piece + 1) * slots) - first
-                weights = shifted(shares, (row - query) * size + first)
-                accumulate(1, shifted(out, row * width), width, weights, size, rows, rest, width, ahead[1])
+            limit = clip(limits[row] - first, count)
+            for piece in range(common // piece_slots, -(-limit // piece_slots)):
+                slot = max(common, piece * piece_slots)
+                v = _moved(values, offsets[piece], slot - piece * piece_slots)
+                slots = min(limit, (piece + 1) * piece_slots) - slot
+                weights = shifted(scores, (row - query) * stride + slot)
+                row_sums, upcoming = shifted(sums, row * width), prefetch.while_summing
+                accumulate(1, row_sums, width, weights, stride, slots, v, width, upcoming)
 
 
 @compiled
-def _moved(stored: Any, place: int, rows: int) -> Any:
-    """The same of another piece, without its first rows."""
-    if stored is None:
+def _moved(matrix: Any, offset: int, rows: int) -> Any:
+    """The matrix `offset` numbers further, without its first rows."""
+    if matrix is None:
         return None
-    begin, stride, step = stored
-    return shifted(begin, place + rows * stride), stride, step
+    return Matrix(shifted(matrix.start, offset + rows * matrix.row_stride), matrix.row_stride, matrix.group_stride)
 
 
 @compiled
 def _score(
-    together: int, scores: Any, size: int, q: Any, depth: int, keys: Any, values: Any, slots: int, ahead: Any
+    rows_at_once: int,
+    scores: Any,
+    stride: int,
+    queries: Any,
+    depth: int,
+    keys: Any,
+    values: Any,
+    slots: int,
+    upcoming: Any,
 ) -> None:
-    """scores [together, slots], 0 before, of queries [together, D] and the slots' keys."""
+    """scores [rows, slots], 0 before, += queries [rows, D] times the slots' keys."""
     if keys is None:
-        _score_rows(together, scores, size, q, depth, values, slots)
+        _score_rows(rows_at_once, scores, stride, queries, depth, values, slots)
     else:
-        accumulate(together, scores, size, q, depth, depth, keys, round_up(slots, COLUMNS), ahead)
+        columns = round_up(slots, COLUMNS)
+        accumulate(rows_at_once, scores, stride, queries, depth, depth, keys, columns, upcoming)
 
 
 @compiled
-def _score_rows(together: int, scores: Any, size: int, q: Any, depth: int, stored: Any, slots: int) -> None:
-    """The same of keys [S, D], two slots at a time; an odd last one is scored with itself."""
-    rows, stride, _ = stored
+def _score_rows(
+    rows_at_once: int, scores: Any, stride: int, queries: Any, depth: int, keys: Any, slots: int
+) -> None:
+    """The same with keys [S, D], two slots at a time; an odd last one is computed twice."""
     for slot in range(0, slots, 2):
-        both, beside = shifted(rows, slot * stride), 1 if slot + 1 < slots else 0
-        block = zeros_block(literally(together), 2)
+        pair, to_second = shifted(keys.start, slot * keys.row_stride), 1 if slot + 1 < slots else 0
+        block = zeros_block(literally(rows_at_once), 2)
         for dim in range(0, depth, LANES):
-            block = add_lanes(block, shifted(q, dim), depth, shifted(both, dim), beside * stride)
-        store_sums(shifted(scores, slot), size, beside, block)
+            block = add_lanes(block, shifted(queries, dim), depth, shifted(pair, dim), to_second * keys.row_stride)
+        store_sums(shifted(scores, slot), stride, to_second, block)
 
 
 @compiled
 def accumulate(
-    together: int, sums: Any, width: int, weights: Any, terms: int, count: int, stored: Any, columns: int, ahead: Any
+    rows_at_once: int,
+    sums: Any,
+    sum_stride: int,
+    factors: Any,
+    factor_stride: int,
+    terms: int,
+    matrix: Any,
+    columns: int,
+    upcoming: Any,
 ) -> None:
-    """sums [together, columns] += weights [together, count] times rows of `stored` [count, columns].
+    """sums [rows, columns] += factors [rows, terms] times a Matrix [terms, columns].
 
-    Rows of sums are `width` apart, those of weights `terms`. The sums stay in registers. With each row of `stored` a
-    portion of what lies ahead is asked for.
+    The sums stay in registers. With each row of the matrix one portion of `upcoming` is requested from memory.
     """
-    rows, stride, step = stored
     for column in range(0, columns, COLUMNS):
-        to, at = shifted(sums, column), column // COLUMNS * step
-        block = load_block(literally(together), to, width)
-        for index in range(count):
-            prefetch_columns(ahead, index * COLUMNS)
-            block = add_products(block, weights, index, terms, load(rows, at), load(rows, at + LANES))
-            at += stride
-        ahead = shifted(ahead, count * COLUMNS)
-        store_block(to, width, block)
+        target, at = shifted(sums, column), column // COLUMNS * matrix.group_stride
+        block = load_block(literally(rows_at_once), target, sum_stride)
+        for term in range(terms):
+            prefetch_columns(upcoming, term * COLUMNS)
+            left, right = load(matrix.start, at), load(matrix.start, at + LANES)
+            block = add_products(block, factors, term, factor_stride, left, right)
+            at += matrix.row_stride
+        upcoming = shifted(upcoming, terms * COLUMNS)
+        store_block(target, sum_stride, block)

@@ -1,9 +1,9 @@
 """One query's running softmax over rows of scores, on a CPU's vector units, compiled by Numba.
 
-Works on numbers behind pointers; knows nothing about caches or tiles.
+Works on numbers behind pointers.
 """
 
-# Numba calls these functions otherwise than they are defined
+# Numba calls these functions with other types than Python would
 # pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
 
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from dcpjax.models.kernels.cpu.compile import compiled
+from dcpjax.models.kernels.cpu.compile import compiled, shared_with_python
 from dcpjax.models.kernels.cpu.vector import (
     COLUMNS,
     LANES,
@@ -29,36 +29,40 @@ from dcpjax.models.kernels.cpu.vector import (
 
 
 @compiled
-def take_shares(sums: Any, width: int, scores: Any, count: int, top: Any, total: Any) -> None:
-    """Scores of one query -> shares in place. Its sums [D] shrink to the new `top[0]`, its `total[0]` grows."""
-    top[0], keep, gained = _soften(scores, count, top[0])
-    total[0] = total[0] * keep + gained
-    if keep != 1.0:
-        scale(sums, width, keep)
+def update_softmax(sums: Any, width: int, scores: Any, count: int, maximum: Any, total: Any) -> None:
+    """Add `count` scores of one query to its running softmax.
+
+    The scores become weights exp(score - maximum) in place. `maximum[0]` rises to the largest score so far, `total[0]`
+    is the sum of all weights; what was summed before, `sums` [width] and `total[0]`, is scaled to the new maximum.
+    """
+    maximum[0], correction, added = _exponentiate(scores, count, maximum[0])
+    total[0] = total[0] * correction + added
+    if correction != 1.0:
+        scale(sums, width, correction)
 
 
 @compiled
-def _soften(scores: Any, count: int, before: np.float32) -> tuple[np.float32, np.float32, np.float32]:
-    """Scores of one query -> shares in place. Returns the largest score so far, which was `before`, the factor by
-    which it shrinks what was summed until now, and the shares' sum.
+def _exponentiate(scores: Any, count: int, before: np.float32) -> tuple[np.float32, np.float32, np.float32]:
+    """Scores -> weights in place. Returns the largest score so far (`before` until now), the factor for what was
+    summed until now, and the sum of the weights.
     """
     columns = round_up(count, COLUMNS)
     _hide(scores, count, columns)
-    top = max(before, _largest(scores, columns))
-    shift = np.float32(0.0) if top == -np.inf else top
-    keep = horizontal_largest(exponential(spread(before), shift))
+    maximum = max(before, _largest(scores, columns))
+    shift = np.float32(0.0) if maximum == -np.inf else maximum
+    correction = horizontal_largest(exponential(spread(before), shift))
     a, b = zeros(), zeros()
     for i in range(0, columns, COLUMNS):
         first, second = exponential(load(scores, i), shift), exponential(load(scores, i + LANES), shift)
         store(scores, i, first)
         store(scores, i + LANES, second)
         a, b = add(a, first), add(b, second)
-    return top, keep, horizontal_sum(add(a, b))
+    return maximum, correction, horizontal_sum(add(a, b))
 
 
 @compiled
 def _hide(scores: Any, count: int, columns: int) -> None:
-    """Vectors are computed whole: what is past `count` gets no share."""
+    """Scores from `count` to `columns` become -inf, so that their weights are 0: only whole vectors are computed."""
     numbers = carray(scores, columns, np.float32)
     for i in range(count, columns):
         numbers[i] = -np.inf
@@ -66,7 +70,7 @@ def _hide(scores: Any, count: int, columns: int) -> None:
 
 @compiled
 def _largest(scores: Any, columns: int) -> np.float32:
-    """The maximum. What it makes of NaN does not matter: the exponentials are NaN then."""
+    """The maximum. With NaN among the scores any result will do: the weights are NaN then."""
     a, b = load(scores, 0), load(scores, LANES)
     for i in range(COLUMNS, columns, COLUMNS):
         a, b = larger(load(scores, i), a), larger(load(scores, i + LANES), b)
@@ -80,12 +84,12 @@ def scale(sums: Any, width: int, factor: np.float32) -> None:
 
 
 @compiled
-def within(number: int, most: int) -> int:
+def clip(number: int, most: int) -> int:
     """The nearest of 0 .. most."""
     return min(max(number, 0), most)
 
 
-@compiled
+@shared_with_python
 def round_up(count: int, base: int) -> int:
     return -(-count // base) * base
 

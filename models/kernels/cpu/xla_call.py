@@ -1,38 +1,39 @@
-"""Numba functions as XLA custom calls: what a handler reads of XLA's call frame.
+"""Numba functions as XLA's foreign functions (FFI): reading a call frame, answering with an error, registering.
 
-The frame is a C struct of 8-byte words (jaxlib's `xla/ffi/api/c_api.h`); a buffer's shape travels with it, so one
-handler serves every shape. Knows nothing about what is computed.
+The call frame is a C struct of 8-byte words (jaxlib's `xla/ffi/api/c_api.h`). A buffer's shape travels with it, so one
+kernel serves every shape. The words that are used, by index:
 
-    frame      | 1 extensions | 7 how many arguments | 9 arguments | 12 how many results | 14 results |
-    buffer     | 3 data | 4 rank | 5 dimensions |
-    extension  | 3 metadata |                     there when a handler is registered and asked for its version
-    metadata   | 3 version, two halves |
+    call frame   1 extensions, 2 API, 7 number of arguments, 9 arguments, 12 number of results, 14 results
+    buffer       3 data, 4 rank, 5 dimensions
+    extension    3 metadata: there when XLA, at registration, asks for the kernel's version of the interface
+    metadata     3 version: major and minor, 32 bits each
+    API          6 function that makes an error
 """
 
-# Numba calls these functions otherwise than they are defined
+# Numba calls these functions with other types than Python would
 # pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
 
 import ctypes
 from collections.abc import Callable
-from functools import cache as once
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, files
 from threading import Lock
 from typing import Any
 
 import jax
 import numpy as np
 from llvmlite import ir
-from numba import carray, get_num_threads, njit, types
+from numba import carray, cfunc, get_num_threads, njit, types
 from numba.extending import intrinsic
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from dcpjax.models.kernels.cpu.compile import compiled
-from dcpjax.models.kernels.cpu.support import INTERFACE
+from dcpjax.models.kernels.cpu.compile import compiled, fingerprint
+from dcpjax.models.kernels.cpu.support import FFI_VERSION, threads_are_safe
 
-VERSION = INTERFACE[0] | INTERFACE[1] << 32  # major and minor, two halves of a word
 NO_ERROR = 0
-_HANDLER = types.int64(types.CPointer(types.int64))  # an error of a call frame
+_VERSION_WORD = FFI_VERSION[0] | FFI_VERSION[1] << 32
+_HANDLER = types.int64(types.CPointer(types.int64))  # call frame -> address of an error, or NO_ERROR
+_ERROR_SIZE, _INTERNAL = 28, 13  # XLA_FFI_Error_Create_Args_STRUCT_SIZE, XLA_FFI_Error_Code_INTERNAL
+
+Handler = Callable[[Any], int]
 
 
 @intrinsic
@@ -43,6 +44,23 @@ def _pointer(typing: Any, address: Any) -> Any:
         return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def _create_error(typing: Any, function: Any, message: Any) -> Any:
+    """Calls XLA_FFI_Error_Create, which copies the message (address of a C string), and returns the error's address."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        word = ir.IntType(64)
+        function, message = values
+        place = builder.alloca(word, 4)
+        fields = (ir.Constant(word, _ERROR_SIZE), ir.Constant(word, 0), message, ir.Constant(word, _INTERNAL))
+        for index, field in enumerate(fields):
+            builder.store(field, builder.gep(place, [ir.Constant(ir.IntType(32), index)]))
+        kind = ir.FunctionType(word, [word.as_pointer()])
+        return builder.call(builder.inttoptr(function, kind.as_pointer()), [place])
+
+    return types.int64(types.int64, types.int64), generate
 
 
 @compiled
@@ -66,15 +84,15 @@ def sizes(buffer: int) -> np.ndarray:
 
 @njit(inline="always")
 def array(buffer: int, dimensions: int, dtype: Any) -> np.ndarray:
-    """What a buffer holds, an array of so many dimensions; their number is written out where it is called."""
+    """A buffer as an array. The number of dimensions must be a literal."""
     return carray(data(buffer), to_fixed_tuple(sizes(buffer), dimensions), dtype)
 
 
 @compiled
 def is_call(frame: Any) -> bool:
-    """Whether results are wanted. When a handler is registered it is asked for its version, which is answered here."""
+    """Whether results are wanted. At registration XLA asks for the version instead, which is answered here."""
     if frame[1] != 0:
-        words(words(frame[1], 4)[3], 4)[3] = VERSION
+        words(words(frame[1], 4)[3], 4)[3] = _VERSION_WORD
     return frame[1] == 0
 
 
@@ -90,21 +108,30 @@ def results(frame: Any) -> np.ndarray:
     return words(frame[14], frame[12])
 
 
-def register(name: str, run: Callable[[Any], int], parallel: bool) -> str:
-    """Make `run`, which is given a pointer to the call frame and returns NO_ERROR, a custom call of the CPU.
+@compiled
+def answer(frame: Any, failed: int, message: np.ndarray) -> int:
+    """What a kernel returns to XLA: NO_ERROR, or an error with this message (uint8, ends with 0)."""
+    return _create_error(words(frame[2], 7)[6], message.ctypes.data) if failed != 0 else NO_ERROR
 
-    Returns its full name. It is compiled with all that it calls and kept as a whole, so that later starts only read it:
-    under that name, since Numba does not compare whether it is parallel, but does compare what it closes over, which
-    therefore are plain values. Once for each name, whichever thread comes first: programs are traced in several at a
-    time.
+
+def register(name: str, kernel: Callable[[bool, np.ndarray], Handler], threads: int) -> str:
+    """Make a kernel a foreign function of XLA's CPU backend. Returns its full name.
+
+    `kernel` takes whether it is parallel and the error's message, and returns the function that XLA calls: frame ->
+    NO_ERROR or an error. Numba keeps the compiled function on disk with all that it calls, so later starts only read
+    it. It finds it by the code and by the values that the function closes over, which must be plain ones. The message
+    is one of them: it names the kernel, its variant and the sources' fingerprint, so none of these can be mistaken.
+
+    Each name is registered once, whichever thread comes first: programs may be traced by several threads at a time.
     """
-    name = f"{name}_{'parallel' if parallel else 'in_turn'}"
+    parallel = threads > 1
+    name = f"{name}_{'parallel' if parallel else 'sequential'}"
+    text = f"CPU kernel {name} (sources {fingerprint()}) raised an exception; the process may be out of memory"
     with _registering:
         if name not in _registered:
-            run.__qualname__ = name
-            handler = compiled(run, parallel=parallel)
-            address = types.CompileResultWAP(handler.get_compile_result(_HANDLER)).__wrapper_address__()
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.c_void_p(address)), platform="cpu")
+            function = kernel(parallel, np.frombuffer(text.encode() + b"\0", np.uint8))
+            handler = cfunc(_HANDLER, cache=True, error_model="numpy")(function)
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.c_void_p(handler.address)), platform="cpu")
             _registered[name] = handler  # or its code would be freed
     return name
 
@@ -116,16 +143,3 @@ _registering = Lock()
 def threads() -> int:
     """How many a kernel may use."""
     return get_num_threads() if threads_are_safe() else 1
-
-
-@once
-def threads_are_safe() -> bool:
-    """Whether Numba finds Intel's TBB. Its other thread pools break when two engines use them, or wait by spinning."""
-    try:
-        for file in files("tbb") or ():
-            if file.name == "libtbb.so.12":
-                ctypes.CDLL(str(file.locate()))
-        import_module("numba.np.ufunc.tbbpool")
-    except (PackageNotFoundError, ImportError, OSError):
-        return False
-    return True
