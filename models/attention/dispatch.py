@@ -138,10 +138,10 @@ def choose_body(cache: Cache, work: Work, runtime: Runtime) -> Callable[..., Par
 
 def _cpu_body(cache: Cache, runtime: Runtime) -> Callable[..., Partial]:
     # here, not above, as in `choose_body`
-    from dcpjax.models.kernels.cpu.attention_calls import paged_partial_numba, suits
+    from dcpjax.models.kernels.cpu.attention_calls import paged_partial_on_cpu, suits
 
     if suits(cache, runtime.geometry):
-        return bind(paged_partial_numba, parallel=runtime.place.single_cpu)
+        return bind(paged_partial_on_cpu, parallel=runtime.place.single_cpu)
     return paged_partial
 
 
@@ -149,6 +149,6 @@ def choose_store(cache: Cache, runtime: Runtime) -> Callable[..., Any] | None:
     """A kernel on CPUs where `choose_body` has one for keys and values, else what the cache does itself."""
     if runtime.attention_body != "auto" or runtime.place.platform != "cpu" or not isinstance(cache, LayerCache):
         return None
-    from dcpjax.models.kernels.cpu.attention_calls import suits, write_numba
+    from dcpjax.models.kernels.cpu.attention_calls import suits, write_on_cpu
 
-    return bind(write_numba, parallel=runtime.place.single_cpu) if suits(cache, runtime.geometry) else None
+    return bind(write_on_cpu, parallel=runtime.place.single_cpu) if suits(cache, runtime.geometry) else None

@@ -133,14 +133,14 @@ def _on_cpu(q: jax.Array, tiles: Tiles, step: "_Step", mla: MLAConfig, runtime: 
     if runtime.attention_body != "auto" or runtime.place.platform != "cpu":
         return None
     # here, not above, as in `choose_body`
-    from dcpjax.models.kernels.cpu.attention_calls import prompt_partial_numba, suits_prompts
+    from dcpjax.models.kernels.cpu.attention_calls import prompt_partial_on_cpu, suits_prompts
 
     up = step.raised
     if not suits_prompts(step.cache, step.geometry, up.w_uk, up.w_uv):
         return None
     where, own = (step.cache, step.work, tiles, step.geometry, step.rank), (up.w_uk, up.w_uv)
     fewest, parallel = fewest_queries(mla), runtime.place.single_cpu
-    return prompt_partial_numba(q * up.scale, *where, *own, fewest=fewest, parallel=parallel)
+    return prompt_partial_on_cpu(q * up.scale, *where, *own, fewest=fewest, parallel=parallel)
 
 
 def _single_tokens(q: jax.Array, tiles: Tiles, step: "_Step", runtime: Runtime) -> tuple[jax.Array, Partial]:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import int32, prange
 
-from dcpjax.models.kernels.cpu.compile import both, catching, compiled, raise_if
+from dcpjax.models.kernels.cpu.compile import both, compiled
 from dcpjax.models.kernels.cpu.vector import COLUMNS, pointer, prefetch, prefetch_columns
 from dcpjax.models.kernels.cpu.xla_call import (
     NO_ERROR,
     Handler,
-    answer,
+    error,
     arguments,
     array,
     is_call,
@@ -41,22 +41,19 @@ class WriteCall(NamedTuple):
 
 
 def _write_all(call: Any) -> None:
-    """Store new keys and values at (block, slot)."""
+    """Store new keys and values at (block, slot). Nothing in a thread allocates or raises."""
     tokens = call.block.shape[0]
     if tokens <= SEQUENTIAL_TOKENS:
-        failed = _write(call, 0, tokens)
+        _write(call, 0, tokens)
     else:
-        failed = 0
         for part in prange(-(-tokens // RUN)):
             first = np.int64(part) * RUN  # prange counts in uint64, for which `_write` would be compiled once more
-            failed += _write(call, first, min(first + RUN, tokens))
-    raise_if(failed)
+            _write(call, first, min(first + RUN, tokens))
 
 
 _write_parallel, _write_sequential = both(_write_all)
 
 
-@catching
 @compiled
 def _write(call: Any, first: int, end: int) -> None:
     """Tokens from `first` to `end`, neighbours of one block together."""
@@ -115,7 +112,13 @@ def kernel(dtype: np.dtype, parallel: bool, message: np.ndarray) -> Handler:
             array(inputs[4], 1, int32),
             array(inputs[5], 1, int32),
         )
-        failed = _write_parallel(call) if parallel else _write_sequential(call)
-        return answer(frame, failed, message)
+        try:
+            if parallel:
+                _write_parallel(call)
+            else:
+                _write_sequential(call)
+        except Exception:
+            return error(frame, message)
+        return NO_ERROR
 
     return handler

@@ -35,8 +35,8 @@ def catching(function: Any) -> Any:
 
 
 def both(function: Callable[..., None]) -> tuple[Any, Any]:
-    """A kernel's outermost function, `catching`: with `prange` shared by threads, and on one thread."""
-    return catching(compiled(function, parallel=True)), catching(compiled(function))
+    """A kernel's outermost function: with `prange` shared by threads, and on one thread."""
+    return compiled(function, parallel=True), compiled(function)
 
 
 @compiled

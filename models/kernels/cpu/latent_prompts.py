@@ -25,7 +25,7 @@ from dcpjax.models.kernels.cpu.vector import COLUMNS, pointer, shifted
 from dcpjax.models.kernels.cpu.xla_call import (
     NO_ERROR,
     Handler,
-    answer,
+    error,
     arguments,
     array,
     is_call,
@@ -244,7 +244,13 @@ def kernel(dtype: np.dtype, parallel: bool, message: np.ndarray) -> Handler:
             array(inputs[9], 1, int32),
             array(inputs[10], 1, int32),
         )
-        failed = _attend_parallel(call) if parallel else _attend_sequential(call)
-        return answer(frame, failed, message)
+        try:
+            if parallel:
+                _attend_parallel(call)
+            else:
+                _attend_sequential(call)
+        except Exception:
+            return error(frame, message)
+        return NO_ERROR
 
     return handler

@@ -25,7 +25,7 @@ from dcpjax.models.kernels.cpu.vector import COLUMNS, ROWS, pointer, prefetch_co
 from dcpjax.models.kernels.cpu.xla_call import (
     NO_ERROR,
     Handler,
-    answer,
+    error,
     arguments,
     array,
     data,
@@ -476,8 +476,14 @@ def kernel(dtype: np.dtype, matrix_units: bool, parallel: bool, message: np.ndar
         if not is_call(frame):
             return NO_ERROR
         call = _read_call(frame, units, dtype)
-        failed = _attend_parallel(call) if parallel else _attend_sequential(call)
-        return answer(frame, failed, message)
+        try:
+            if parallel:
+                _attend_parallel(call)
+            else:
+                _attend_sequential(call)
+        except Exception:
+            return error(frame, message)
+        return NO_ERROR
 
     return handler
 
@@ -489,7 +495,13 @@ def latent_kernel(dtype: np.dtype, parallel: bool, message: np.ndarray) -> Handl
         if not is_call(frame):
             return NO_ERROR
         call = _read_latent_call(frame, dtype)
-        failed = _attend_parallel(call) if parallel else _attend_sequential(call)
-        return answer(frame, failed, message)
+        try:
+            if parallel:
+                _attend_parallel(call)
+            else:
+                _attend_sequential(call)
+        except Exception:
+            return error(frame, message)
+        return NO_ERROR
 
     return handler

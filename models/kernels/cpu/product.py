@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, literally, prange
 
-from dcpjax.models.kernels.cpu.compile import both, catching, compiled, raise_if
+from dcpjax.models.kernels.cpu.compile import both, compiled
 from dcpjax.models.kernels.cpu.vector import (
     LANES,
     ROWS,
@@ -39,7 +39,7 @@ from dcpjax.models.kernels.cpu.vector import (
     zeros,
     zeros_block,
 )
-from dcpjax.models.kernels.cpu.xla_call import NO_ERROR, Handler, answer, arguments, array, is_call, results
+from dcpjax.models.kernels.cpu.xla_call import NO_ERROR, Handler, error, arguments, array, is_call, results
 
 BLOCK_BYTES = 2**17  # of weights, a quarter of the second cache of the smallest cores
 LEAST, MOST = 24, 96  # columns of a block
@@ -89,26 +89,26 @@ def read_call(frame: Any, dtype: Any) -> ProductCall:
 
 
 def _multiply(call: Any, threads: int, dtype: Any) -> None:
-    """Fill in the results; inner sizes are multiples of LANES. `dtype` of the weights, to which x is rounded."""
+    """Fill in the results; inner sizes are multiples of LANES. `dtype` of the weights, to which x is rounded.
+
+    Nothing in a thread allocates or raises, so no exception can be lost there.
+    """
     # prange counts in uint64, for which the functions would be compiled once more
-    failed = 0
     if call.x.shape[0] <= SEQUENTIAL_ROWS:
-        failed += _prepare_rows(0, 1, call, dtype)
+        _prepare_rows(0, 1, call, dtype)
     else:
         for thread in prange(threads):
-            failed += _prepare_rows(np.int64(thread), threads, call, dtype)
+            _prepare_rows(np.int64(thread), threads, call, dtype)
     if call.gated:
         for thread in prange(threads):
-            failed += _gate_columns(np.int64(thread), threads, call, dtype)
+            _gate_columns(np.int64(thread), threads, call, dtype)
     for thread in prange(threads):
-        failed += _multiply_columns(np.int64(thread), threads, call, dtype)
-    raise_if(failed)
+        _multiply_columns(np.int64(thread), threads, call, dtype)
 
 
 _multiply_parallel, _multiply_sequential = both(_multiply)
 
 
-@catching
 @compiled
 def _prepare_rows(thread: int, threads: int, call: Any, dtype: Any) -> None:
     """One thread's rows of x as they meet the weights: normed or not, rounded or not."""
@@ -136,7 +136,6 @@ def normalize(row: Any, weight: Any, epsilon: np.float32, size: int, target: Any
         store(target, i, multiply(multiply(load(row, i), spread(scale)), load(weight, i)))
 
 
-@catching
 @compiled
 def _gate_columns(thread: int, threads: int, call: Any, dtype: Any) -> None:
     """One thread's columns of silu(x gate) * (x up)."""
@@ -161,7 +160,6 @@ def _gate_columns(thread: int, threads: int, call: Any, dtype: Any) -> None:
             row += group
 
 
-@catching
 @compiled
 def _multiply_columns(thread: int, threads: int, call: Any, dtype: Any) -> None:
     """One thread's columns of all results: neighbours, as they lie in memory."""
@@ -302,10 +300,13 @@ def kernel(dtype: np.dtype, threads: int, parallel: bool, message: np.ndarray) -
         if not is_call(frame):
             return NO_ERROR
         call = read_call(frame, dtype)
-        if parallel:
-            failed = _multiply_parallel(call, threads, dtype)
-        else:
-            failed = _multiply_sequential(call, threads, dtype)
-        return answer(frame, failed, message)
+        try:
+            if parallel:
+                _multiply_parallel(call, threads, dtype)
+            else:
+                _multiply_sequential(call, threads, dtype)
+        except Exception:
+            return error(frame, message)
+        return NO_ERROR
 
     return handler

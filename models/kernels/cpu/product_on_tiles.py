@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, prange, uint16
 
-from dcpjax.models.kernels.cpu.compile import both, catching, compiled, raise_if, shared_with_python
+from dcpjax.models.kernels.cpu.compile import both, compiled, shared_with_python
 from dcpjax.models.kernels.cpu.product import normalize, read_call
 from dcpjax.models.kernels.cpu.tile import (
     ROW,
@@ -34,7 +34,7 @@ from dcpjax.models.kernels.cpu.tile import (
     transpose,
 )
 from dcpjax.models.kernels.cpu.vector import LANES, add, load, multiply, pointer, prefetch, shifted, silu, store
-from dcpjax.models.kernels.cpu.xla_call import NO_ERROR, Handler, answer, array, is_call
+from dcpjax.models.kernels.cpu.xla_call import NO_ERROR, Handler, error, array, is_call
 
 PANEL_BYTES = 2**20  # of packed rows
 SEQUENTIAL_TILES = 4  # so many tiles of rows are packed by one thread: a second one costs more to wake
@@ -59,26 +59,26 @@ class Result(NamedTuple):
 
 
 def _multiply(call: Any, threads: int) -> None:
-    """Fill in the results of a ProductCall; columns at least TILE, inner sizes multiples of TERMS."""
+    """Fill in the results of a ProductCall; columns at least TILE, inner sizes multiples of TERMS.
+
+    Nothing in a thread allocates or raises, so no exception can be lost there.
+    """
     # prange counts in uint64, for which the functions would be compiled once more
-    failed = 0
     if _tiles(call.x.shape[0]) <= SEQUENTIAL_TILES:
-        failed += _pack_rows(0, 1, call)
+        _pack_rows(0, 1, call)
     else:
         for thread in prange(threads):
-            failed += _pack_rows(np.int64(thread), threads, call)
+            _pack_rows(np.int64(thread), threads, call)
     if call.gated:
         for thread in prange(threads):
-            failed += _gate_columns(np.int64(thread), threads, call)
+            _gate_columns(np.int64(thread), threads, call)
     for thread in prange(threads):
-        failed += _multiply_columns(np.int64(thread), threads, call)
-    raise_if(failed)
+        _multiply_columns(np.int64(thread), threads, call)
 
 
 _multiply_parallel, _multiply_sequential = both(_multiply)
 
 
-@catching
 @compiled
 def _pack_rows(thread: int, threads: int, call: Any) -> None:
     """One thread's tiles of rows of x, normed or not, as the other factor of `multiply_tiles`."""
@@ -94,7 +94,6 @@ def _pack_rows(thread: int, threads: int, call: Any) -> None:
             pack_pairs(shifted(source, term), size, count, shifted(packed, (tile * size + term) // TERMS * SIZE))
 
 
-@catching
 @compiled
 def _gate_columns(thread: int, threads: int, call: Any) -> None:
     """One thread's columns of silu(x gate) * (x up), packed, after the rows of x."""
@@ -113,7 +112,6 @@ def _gate_columns(thread: int, threads: int, call: Any) -> None:
     release_tiles()
 
 
-@catching
 @compiled
 def _multiply_columns(thread: int, threads: int, call: Any) -> None:
     """One thread's columns of all results: neighbours, as they lie in memory."""
@@ -267,7 +265,13 @@ def kernel(threads: int, parallel: bool, message: np.ndarray) -> Handler:
         if not is_call(frame):
             return NO_ERROR
         call = read_call(frame, uint16)
-        failed = _multiply_parallel(call, threads) if parallel else _multiply_sequential(call, threads)
-        return answer(frame, failed, message)
+        try:
+            if parallel:
+                _multiply_parallel(call, threads)
+            else:
+                _multiply_sequential(call, threads)
+        except Exception:
+            return error(frame, message)
+        return NO_ERROR
 
     return handler

@@ -109,9 +109,9 @@ def results(frame: Any) -> np.ndarray:
 
 
 @compiled
-def answer(frame: Any, failed: int, message: np.ndarray) -> int:
-    """What a kernel returns to XLA: NO_ERROR, or an error with this message (uint8, ends with 0)."""
-    return _create_error(words(frame[2], 7)[6], message.ctypes.data) if failed != 0 else NO_ERROR
+def error(frame: Any, message: np.ndarray) -> int:
+    """An error with this message (uint8, ends with 0), which a kernel returns to XLA."""
+    return _create_error(words(frame[2], 7)[6], message.ctypes.data)
 
 
 def register(name: str, kernel: Callable[[bool, np.ndarray], Handler], threads: int) -> str:

@@ -32,7 +32,7 @@ from dcpjax.models.attention.work import (
     Work,
 )
 from dcpjax.models.config import MLAConfig, from_hf
-from dcpjax.models.kernels.cpu.attention_calls import prompt_partial_numba, suits_prompts
+from dcpjax.models.kernels.cpu.attention_calls import prompt_partial_on_cpu, suits_prompts
 from dcpjax.models.kv_cache import CacheGeometry, LatentCache, encode
 from dcpjax.runtime.batch import PREFILL_TILE, SHORT_TILE, Batch, Shapes, build
 from dcpjax.runtime.runner import Runner
@@ -227,7 +227,7 @@ def test_threads_change_no_bit_of_a_prompt(dtype):
     )
     where = LatentCache(latents=latents), work, work.tiles[1], GEOMETRY, jnp.int32(0)
     one, many = (
-        jax.jit(lambda: prompt_partial_numba(q / 10, *where, w_uk, w_uv, fewest=33, parallel=parallel))()  # noqa: B023
+        jax.jit(lambda: prompt_partial_on_cpu(q / 10, *where, w_uk, w_uv, fewest=33, parallel=parallel))()  # noqa: B023
         for parallel in (False, True)
     )
     np.testing.assert_array_equal(one.out, many.out)

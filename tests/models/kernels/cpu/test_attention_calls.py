@@ -16,7 +16,7 @@ from paging import ROWS, Paging, Span, assert_close, live, paging, scheduled, sp
 from dcpjax.models.attention.paged import paged_partial
 from dcpjax.models.attention.work import Work
 from dcpjax.models.kernels.cpu import support, xla_call
-from dcpjax.models.kernels.cpu.attention_calls import paged_partial_numba, suits, write_numba
+from dcpjax.models.kernels.cpu.attention_calls import paged_partial_on_cpu, suits, write_on_cpu
 from dcpjax.models.kernels.cpu.paged_attention import SPAN_SLOTS
 from dcpjax.models.kv_cache import CacheGeometry, LayerCache, encode
 from dcpjax.runtime.batch import SHORT_TILE
@@ -67,7 +67,7 @@ def program(kernel: str, geometry: CacheGeometry) -> Any:
     def body(q: Any, layer: Any, work: Any, rank: Any) -> Partial:
         if kernel == "loop":
             return paged_partial(q, layer, work, geometry, rank)
-        return paged_partial_numba(q, layer, work, geometry, rank, parallel=kernel == "parallel")
+        return paged_partial_on_cpu(q, layer, work, geometry, rank, parallel=kernel == "parallel")
 
     return jax.jit(body, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -204,7 +204,7 @@ def test_the_kernel_writes_what_the_cache_does(dtype, parallel):
     new = tuple(jnp.asarray(random.normal(size=(2, len(block), KV_HEADS, HEAD_DIM)), jnp.float32))
     for few in (slice(None), slice(104, None)):  # shared by threads, or not
         args = tuple(x[few] for x in new), block[few], slot[few]
-        found = jax.jit(partial(write_numba, parallel=parallel))(layer, *args)
+        found = jax.jit(partial(write_on_cpu, parallel=parallel))(layer, *args)
         expected = layer.write(*args)
         np.testing.assert_array_equal(found.keys, expected.keys)
         np.testing.assert_array_equal(found.values, expected.values)
@@ -213,5 +213,5 @@ def test_the_kernel_writes_what_the_cache_does(dtype, parallel):
 def test_a_donated_cache_is_written_in_place():
     layer = LayerCache(jnp.zeros((40, 1, 2, 64, 64)), jnp.zeros((40, 1, 2, 64, 64)))
     new, place = (jnp.ones((4, 2, 64)),) * 2, (jnp.arange(4), jnp.arange(4))
-    program = jax.jit(partial(write_numba, parallel=False), donate_argnums=0).lower(layer, new, *place).compile()
+    program = jax.jit(partial(write_on_cpu, parallel=False), donate_argnums=0).lower(layer, new, *place).compile()
     assert program.memory_analysis().temp_size_in_bytes < layer.keys.nbytes // 2

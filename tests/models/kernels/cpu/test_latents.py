@@ -23,7 +23,7 @@ from dcpjax.models.attention.work import (
     Runtime,
 )
 from dcpjax.models.kernels.cpu import support
-from dcpjax.models.kernels.cpu.attention_calls import paged_partial_numba, suits
+from dcpjax.models.kernels.cpu.attention_calls import paged_partial_on_cpu, suits
 from dcpjax.models.kernels.cpu.paged_attention import workspace_size
 from dcpjax.models.kv_cache import CacheGeometry, LatentCache, encode
 from dcpjax.sharding.merge import Partial, merge
@@ -70,7 +70,7 @@ def stored(step: Sequence[Span], where: Paging, rank: int, dtype: Any, spoilt: i
 
 @cache
 def program(kernel: str, geometry: CacheGeometry) -> Any:
-    body = paged_partial if kernel == "loop" else partial(paged_partial_numba, parallel=kernel == "parallel")
+    body = paged_partial if kernel == "loop" else partial(paged_partial_on_cpu, parallel=kernel == "parallel")
     return jax.jit(
         lambda q, layer, work, rank: body(q, layer, work, geometry, rank),
         compiler_options={"xla_backend_optimization_level": 0},
@@ -158,7 +158,7 @@ def test_latents_that_are_whole_vectors_go_to_the_kernel_by_themselves_and_are_w
     assert not suits(odd, geometry)
     runtime = Runtime(place=Placement(make_mesh(Layout())), geometry=geometry)
     work = scheduled([(3, 1)], paging(16, 1, 1, 100))
-    assert choose_body(fits, work, runtime).func is paged_partial_numba  # type: ignore[attr-defined]
+    assert choose_body(fits, work, runtime).func is paged_partial_on_cpu  # type: ignore[attr-defined]
     assert choose_body(odd, work, runtime) is paged_partial
     assert choose_store(fits, runtime) is None
 
