@@ -36,6 +36,7 @@ def environment() -> dict[str, Any]:
         "cores": _cores(),
         "memory_bytes": _memory_bytes(),
         "devices": _devices(),
+        "cpu_kernels": _cpu_kernels(),
         "cache": {"path": str(cache_folder()), "bytes": _size(cache_folder())},
     }
 
@@ -72,6 +73,15 @@ def _devices() -> dict[str, Any]:
     return dict(Counter(_kind(device.platform, device.device_kind) for device in devices))
 
 
+def _cpu_kernels() -> dict[str, Any]:
+    """What the kernels for CPUs use here, or why they cannot be used."""
+    try:
+        from dcpjax.models.kernels.cpu import support
+    except ImportError as error:  # without JAX
+        return {"available": False, "reason": str(error)}
+    return support.details()
+
+
 def _kind(platform_name: str, device_kind: str) -> str:
     return platform_name if platform_name == device_kind.lower() else f"{platform_name} ({device_kind})"
 
@@ -87,6 +97,7 @@ def _table(found: dict[str, Any]) -> str:
         "platform": found["platform"],
         "cores": found["cores"],
         "memory": "unknown" if memory is None else f"{memory / 2**30:.1f} GiB",
+        "cpu kernels": _kernel_line(found["cpu_kernels"]),
         "devices": devices + (_CPU_NOTE if "cpu" in found["devices"] else ""),
         "cache": f"{cache['path']} ({cache['bytes'] / 1e6:.1f} MB)",
     }
@@ -94,6 +105,13 @@ def _table(found: dict[str, Any]) -> str:
         rows["devices"] = f"none: {found['devices']['error']}"
     width = max(map(len, rows)) + 2
     return "\n".join(f"{name:<{width}}{value}" for name, value in rows.items())
+
+
+def _kernel_line(found: dict[str, Any]) -> str:
+    if not found["available"]:
+        return f"not in use: {found['reason']}"
+    threads = f"tbb {found['tbb']}" if found["tbb"] else "one thread, since tbb is not found (pip install 'dcpjax[cpu]')"
+    return f"numba {found['numba']}, {threads}, FFI {found['ffi']}, {'AMX' if found['amx'] else 'no AMX'}"
 
 
 _CPU_NOTE = "; --tensor-parallel-size makes as many virtual ones as it needs"

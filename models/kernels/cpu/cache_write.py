@@ -18,9 +18,9 @@ from dcpjax.models.kernels.cpu.vector import COLUMNS, pointer, prefetch, prefetc
 from dcpjax.models.kernels.cpu.xla_call import (
     NO_ERROR,
     Handler,
-    error,
     arguments,
     array,
+    error,
     is_call,
     results,
 )

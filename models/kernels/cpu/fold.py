@@ -62,7 +62,7 @@ class Chunk(NamedTuple):
     """Consecutive slots of one request. They lie in pieces (blocks) of `piece_slots`; `offsets` says where each is."""
 
     first: int  # slots of the request before this chunk
-    count: int  # slots of the chunk
+    slots: int  # of the chunk
     keys: Any  # Matrix [D, S] of a piece at offset 0; None where the values are also the keys
     values: Any  # Matrix [S, Y] of a piece at offset 0
     piece_slots: int
@@ -159,9 +159,7 @@ def _score(
 
 
 @compiled
-def _score_rows(
-    rows_at_once: int, scores: Any, stride: int, queries: Any, depth: int, keys: Any, slots: int
-) -> None:
+def _score_rows(rows_at_once: int, scores: Any, stride: int, queries: Any, depth: int, keys: Any, slots: int) -> None:
     """The same with keys [S, D], two slots at a time; an odd last one is computed twice."""
     for slot in range(0, slots, 2):
         pair, to_second = shifted(keys.start, slot * keys.row_stride), 1 if slot + 1 < slots else 0

@@ -25,10 +25,10 @@ from dcpjax.models.kernels.cpu.vector import COLUMNS, ROWS, pointer, prefetch_co
 from dcpjax.models.kernels.cpu.xla_call import (
     NO_ERROR,
     Handler,
-    error,
     arguments,
     array,
     data,
+    error,
     is_call,
     results,
     sizes,
@@ -370,7 +370,7 @@ def _fold_many(matrix_units: Any, tile: Any, state: Any, chunk: Any, prefetch: A
         return
     keys = _widen(chunk.keys, chunk, width, size, widened)
     values = _widened_values(keys, widened, width, size)
-    whole = Chunk(chunk.first, chunk.count, keys, values, size, np.zeros(2, np.int64))
+    whole = Chunk(chunk.first, chunk.slots, keys, values, size, np.zeros(2, np.int64))
     fold(ROWS_AT_ONCE, tile, state, whole, prefetch)
 
 

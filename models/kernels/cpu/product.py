@@ -39,7 +39,7 @@ from dcpjax.models.kernels.cpu.vector import (
     zeros,
     zeros_block,
 )
-from dcpjax.models.kernels.cpu.xla_call import NO_ERROR, Handler, error, arguments, array, is_call, results
+from dcpjax.models.kernels.cpu.xla_call import NO_ERROR, Handler, arguments, array, error, is_call, results
 
 BLOCK_BYTES = 2**17  # of weights, a quarter of the second cache of the smallest cores
 LEAST, MOST = 24, 96  # columns of a block

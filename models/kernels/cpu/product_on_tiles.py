@@ -34,7 +34,7 @@ from dcpjax.models.kernels.cpu.tile import (
     transpose,
 )
 from dcpjax.models.kernels.cpu.vector import LANES, add, load, multiply, pointer, prefetch, shifted, silu, store
-from dcpjax.models.kernels.cpu.xla_call import NO_ERROR, Handler, error, array, is_call
+from dcpjax.models.kernels.cpu.xla_call import NO_ERROR, Handler, array, error, is_call
 
 PANEL_BYTES = 2**20  # of packed rows
 SEQUENTIAL_TILES = 4  # so many tiles of rows are packed by one thread: a second one costs more to wake
@@ -253,7 +253,7 @@ def _tiles(rows: int) -> int:
 
 
 def workspace_size(rows: int, size: int, width: int, threads: int) -> int:
-    """float32 numbers: packed rows of x [rows, size] and gated rows [rows, width], which are bfloat16, and each thread's
+    """float32 numbers: packed rows of x [rows, size] and gated rows [rows, width], both bfloat16, and each thread's
     scratch and normed rows."""
     return _tiles(rows) * TILE * (size + width) // 2 + threads * (SCRATCH + TILE * size)
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, files, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -46,8 +46,8 @@ def probe() -> Support:
         return Support(False, "numba is not installed (pip install 'dcpjax[cpu]')")
     found = ffi_version()
     if found != FFI_VERSION:
-        reason = f"jaxlib {version('jaxlib')} has XLA FFI {dotted(found)}, but they are written for {dotted(FFI_VERSION)}"
-        return Support(False, reason)
+        written_for = f"they are written for {dotted(FFI_VERSION)}"
+        return Support(False, f"jaxlib {version('jaxlib')} has XLA FFI {dotted(found)}, but {written_for}")
     return Support(True)
 
 
@@ -84,14 +84,18 @@ def threads_are_safe() -> bool:
     return True
 
 
-def description() -> str:
-    """One line about the kernels for a bug report: what they use, or why they are not in use."""
+def details() -> dict[str, Any]:
+    """What kernels use here, or why they cannot be used, as plain data for a bug report. Compiles nothing."""
     found = probe()
     if not found.available:
-        return f"not in use: {found.reason}"
-    threads = f"tbb {_tbb_version()}" if threads_are_safe() else "one thread (tbb is not found)"
-    units = "AMX" if matrix_units() else "no AMX"
-    return f"numba {version('numba')}, {threads}, FFI {dotted(ffi_version())}, {units}"
+        return {"available": False, "reason": found.reason}
+    return {
+        "available": True,
+        "numba": version("numba"),
+        "tbb": _tbb_version() if threads_are_safe() else None,
+        "ffi": dotted(ffi_version()),
+        "amx": matrix_units(),
+    }
 
 
 def ffi_version() -> tuple[int, int]:
@@ -107,11 +111,11 @@ def declared_version(header: str) -> tuple[int, int]:
 
 
 def dotted(numbers: tuple[int, int]) -> str:
-    return "of unknown version" if numbers < (0, 0) else ".".join(map(str, numbers))
+    return "of unknown version" if min(numbers) < 0 else ".".join(map(str, numbers))
 
 
 def _tbb_version() -> str:
     try:
         return version("tbb")
-    except PackageNotFoundError:  # from the system
+    except PackageNotFoundError:  # not from the package index
         return "of the system"

@@ -1,14 +1,14 @@
 """A CPU's matrix units as functions of Numba: Intel's AMX, products of bfloat16 tiles summed in float32.
 
-A tile is 16 rows of 64 bytes and lies in one of eight registers, which are named by literal numbers. `multiply_tiles`
-wants one factor as it is stored, rows of 32 numbers, and the other one with pairs of its numbers side by side:
-16 rows of 16 pairs, pair p of row r at [p, r]. `pack_pairs` makes that of float32 rows.
+A tile is 16 rows of 64 bytes and lies in one of eight registers, which are numbered by literals. `multiply_tiles`
+takes one factor as it is stored, rows of 32 numbers, and the other one with pairs of its numbers side by side:
+16 rows of 16 pairs, pair p of row r at [p, r]. `pack_pairs` converts float32 rows to that.
 
-Addresses and strides count float32 numbers or pairs, strides of tiles bytes. Tiles that begin at multiples of 64 bytes
-are read three times as fast. Knows nothing about what is multiplied.
+Strides count float32 numbers or pairs, except those of `load_tile` and `store_tile`, which count bytes. Tiles that
+begin at multiples of 64 bytes are read three times as fast.
 """
 
-# Numba calls these functions otherwise than they are defined
+# Numba calls these functions with other types than Python would
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-TILE = 16  # rows of a tile; of a result also the columns
-PAIRS = 16  # of bfloat16 numbers in a row of a factor
+TILE = 16  # rows of a tile, and columns of a tile of sums
+PAIRS = 16  # pairs of bfloat16 numbers in a row of a factor
 ROW = 4 * PAIRS  # bytes in a row
 TERMS = 2 * PAIRS  # bfloat16 numbers in a row of a factor
 SIZE = TILE * PAIRS  # float32 numbers or pairs in a tile
@@ -29,12 +29,13 @@ _BYTE, _WORD, _LONG, _VOID = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.V
 _ANY = _BYTE.as_pointer()
 _WORDS, _HALVES = ir.VectorType(_WORD, PAIRS), ir.VectorType(ir.IntType(16), TILE)
 _MANY, _MANY_WORDS = ir.VectorType(ir.FloatType(), TERMS), ir.VectorType(_WORD, TERMS)
-_BY_TURNS = ir.Constant(_MANY_WORDS, [index for lane in range(PAIRS) for index in (lane, PAIRS + lane)])  # of two
+# interleaves two vectors
+_BY_TURNS = ir.Constant(_MANY_WORDS, [index for lane in range(PAIRS) for index in (lane, PAIRS + lane)])
 
 
 @intrinsic
 def configure_tiles(typing: Any) -> Any:
-    """All eight registers hold whole tiles from now on, on this thread, until `release_tiles`."""
+    """Prepare all eight registers for whole tiles, on this thread, until `release_tiles`."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         # palette 1; from byte 16 the bytes of a row, from 48 the rows
@@ -49,7 +50,7 @@ def configure_tiles(typing: Any) -> Any:
 
 @intrinsic
 def release_tiles(typing: Any) -> Any:
-    """The registers hold nothing; the system need not save them any more."""
+    """Empty the registers, so that the system need not save them any more."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         return _call(context, builder, "tilerelease")
@@ -97,9 +98,9 @@ def multiply_tiles(typing: Any, sums: Any, rows: Any, pairs: Any) -> Any:
 
 @intrinsic
 def pack_pairs(typing: Any, source: Any, stride: Any, count: Any, to: Any) -> Any:
-    """float32 rows of TERMS numbers -> the other factor of `multiply_tiles`, rounded to bfloat16, at `to`.
+    """float32 rows of TERMS numbers -> the second factor of `multiply_tiles`, rounded to bfloat16, at `to`.
 
-    `count` rows are there, each `stride` after the one before; from there on the last one stands in.
+    There are `count` rows, each `stride` after the one before; if they are fewer than TILE the last one is repeated.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
@@ -119,7 +120,7 @@ def pack_pairs(typing: Any, source: Any, stride: Any, count: Any, to: Any) -> An
 
 @intrinsic
 def paired(typing: Any, first: Any, second: Any) -> Any:
-    """Two vectors of float32, rounded to bfloat16, as pairs."""
+    """Two vectors of float32 -> pairs of bfloat16, rounded."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         return builder.bitcast(_rounded(builder, builder.shuffle_vector(*values, _BY_TURNS)), values[0].type)
@@ -129,9 +130,9 @@ def paired(typing: Any, first: Any, second: Any) -> Any:
 
 @intrinsic
 def split_rows(typing: Any, source: Any, stride: Any, to: Any, distance: Any) -> Any:
-    """TILE float32 rows of TERMS numbers -> PARTS tiles, each `distance` after the one before, whose sum they are.
+    """TILE float32 rows of TERMS numbers -> PARTS tiles of bfloat16 that add up to them, `distance` apart.
 
-    A part has the upper 8 of the bits that are left of 24, so the last one is exact.
+    Each part takes the upper 8 of the 24 significant bits that are left, so three parts are exact.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
@@ -152,9 +153,8 @@ def split_rows(typing: Any, source: Any, stride: Any, to: Any, distance: Any) ->
 
 @intrinsic
 def pair_up(typing: Any, first: Any, stride: Any, count: Any, to: Any) -> Any:
-    """Two rows of TILE bfloat16 numbers, `stride` apart, as pairs; of `count` rows, what is missing is 0.
-
-    Returns 0 if all are finite.
+    """Two rows of TILE bfloat16 numbers, `stride` apart -> pairs at `to`. There are `count` rows: if fewer than two,
+    the missing ones are 0. Returns 0 if all numbers are finite.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
@@ -175,7 +175,7 @@ def pair_up(typing: Any, first: Any, stride: Any, count: Any, to: Any) -> Any:
 
 @intrinsic
 def transpose(typing: Any, source: Any, stride: Any, to: Any, distance: Any) -> Any:
-    """A tile of float32 numbers: its rows, `stride` apart, to columns, `distance` between their numbers."""
+    """A tile of float32 numbers with rows `stride` apart -> its transpose at `to`, with rows `distance` apart."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         source, stride, to, distance = values
@@ -188,7 +188,7 @@ def transpose(typing: Any, source: Any, stride: Any, to: Any, distance: Any) -> 
 
 
 def _places(builder: ir.IRBuilder, first: Any, stride: Any) -> Iterator[Any]:
-    """Where each row of a tile begins."""
+    """Pointers to the begin of each row of a tile."""
     for _ in range(TILE):
         yield builder.bitcast(first, _WORDS.as_pointer())
         first = builder.gep(first, [stride])
@@ -205,7 +205,7 @@ def _register(tile: Any) -> ir.Constant:
 
 
 def _rounded(builder: ir.IRBuilder, numbers: Any) -> Any:
-    """TERMS float32 numbers -> pairs of bfloat16, to the nearest, of two as near to the even one; NaN stays NaN."""
+    """TERMS float32 numbers -> pairs of bfloat16, rounded to nearest even; NaN stays NaN."""
 
     def same(number: int) -> ir.Constant:
         return ir.Constant(_MANY_WORDS, [number] * TERMS)
@@ -218,14 +218,14 @@ def _rounded(builder: ir.IRBuilder, numbers: Any) -> Any:
 
 
 def _halves(builder: ir.IRBuilder, numbers: Any) -> Any:
-    """The upper halves of TERMS words, side by side."""
+    """The upper 16 bits of TERMS words, side by side."""
     shift = ir.Constant(_MANY_WORDS, [16] * TERMS)
     upper = builder.lshr(builder.bitcast(numbers, _MANY_WORDS), shift)
     return builder.bitcast(builder.trunc(upper, ir.VectorType(ir.IntType(16), TERMS)), _WORDS)
 
 
 def _transposed(builder: ir.IRBuilder, rows: Sequence[Any]) -> list[Any]:
-    """Squares of 8, 4, 2 and 1 on either side of the diagonal change places."""
+    """A transposed tile: squares of size 8, 4, 2 and 1 on either side of the diagonal are swapped."""
     rows = list(rows)
     for size in (8, 4, 2, 1):
         upper = ir.Constant(_WORDS, [i if not i & size else PAIRS + i - size for i in range(PAIRS)])
@@ -239,7 +239,7 @@ def _transposed(builder: ir.IRBuilder, rows: Sequence[Any]) -> list[Any]:
 
 
 def _store_rows(builder: ir.IRBuilder, rows: Sequence[Any], to: Any) -> None:
-    """One after another, as a tile lies in memory."""
+    """Store rows one after another, as a tile lies in memory."""
     at = builder.bitcast(to, _WORDS.as_pointer())
     for number, row in enumerate(rows):
         builder.store(row, builder.gep(at, [ir.Constant(_LONG, number)]), align=4)

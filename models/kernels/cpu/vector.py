@@ -1,10 +1,10 @@
-"""As many float32 as a register holds as a type of Numba's: loads, stores and arithmetic of whole vector registers.
+"""Vector registers as a type of Numba's: loads, stores and arithmetic of LANES float32 numbers at once.
 
-LLVM makes such code of loops by itself only where it can prove much about them; here it is said outright. Numbers lie
-behind pointers, which unlike arrays cost nothing to hand over; no index is checked. Knows nothing about attention.
+LLVM vectorizes loops by itself only where it can prove that this is safe; these functions ask for it explicitly.
+Numbers lie behind pointers, which unlike arrays cost nothing to pass on; no index is checked.
 """
 
-# Numba calls these functions otherwise than they are defined
+# Numba calls these functions with other types than Python would
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 import math
@@ -19,12 +19,12 @@ from numba.extending import intrinsic, register_model
 
 from dcpjax.models.kernels.cpu.support import WIDEST
 
-LONG = get_host_cpu_features().get("avx512f", False)  # 32 registers of 16 float32; elsewhere 16 of 8 are counted on
-LANES = WIDEST if LONG else WIDEST // 2  # float32 numbers that are taken at once
-COLUMNS = 2 * LANES  # of sums, which stay in registers
-ROWS = 8 if LONG else 4  # of so many columns
-LINE = 64  # bytes of the cache
-SEGMENT = 4  # float32 numbers of a register's part that shuffles need not leave
+LONG = get_host_cpu_features().get("avx512f", False)  # 32 registers of 16 float32; without it 16 of 8 are assumed
+LANES = WIDEST if LONG else WIDEST // 2  # float32 numbers of a vector
+COLUMNS = 2 * LANES  # of a block of sums that stay in registers
+ROWS = 8 if LONG else 4  # of such a block
+LINE = 64  # bytes of a cache line
+SEGMENT = 4  # float32 numbers of the part of a register within which shuffles are fast
 
 _FLOATS, _WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
 
@@ -35,7 +35,7 @@ class _Vector(types.Type):
 
 
 class _Block(types.Type):
-    """Rows of some vectors each, two by default. A block of a few rows stays in registers."""
+    """Some rows of `across` vectors each. A block of a few rows stays in registers."""
 
     def __init__(self, rows: int, across: int = 2) -> None:
         super().__init__(f"float32x{LANES}[{rows}, {across}]")
@@ -59,7 +59,7 @@ _vector = _Vector()
 
 @intrinsic
 def pointer(typing: Any, array: Any, index: Any) -> Any:
-    """Where the number lies that has this index in the C-contiguous array laid out flat."""
+    """Pointer to the number with this index in the flattened array, which must be C-contiguous."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         return builder.gep(context.make_array(signature.args[0])(context, builder, values[0]).data, [values[1]])
@@ -69,7 +69,7 @@ def pointer(typing: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def shifted(typing: Any, pointer: Any, count: Any) -> Any:
-    """So many numbers further."""
+    """The pointer, `count` numbers further."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         return _at(builder, *values[:2])
@@ -79,7 +79,7 @@ def shifted(typing: Any, pointer: Any, count: Any) -> Any:
 
 @intrinsic
 def numbers_of_line(typing: Any, pointer: Any) -> Any:
-    """How many such numbers a cache line holds."""
+    """How many numbers of the pointer's type a cache line holds."""
     count = LINE * 8 // pointer.dtype.bitwidth
     return types.intp(pointer), lambda *_: ir.Constant(ir.IntType(64), count)
 
@@ -108,7 +108,7 @@ def store(typing: Any, pointer: Any, index: Any, vector: Any) -> Any:
 
 @intrinsic
 def prefetch(typing: Any, pointer: Any, index: Any) -> Any:
-    """Ask for the cache line of pointer[index], wherever that is: nothing is read."""
+    """Request the cache line of pointer[index] from memory. The address need not be valid: nothing is read."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         _prefetch(builder, _at(builder, *values[:2]))
@@ -119,7 +119,7 @@ def prefetch(typing: Any, pointer: Any, index: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def prefetch_rows(typing: Any, count: Any, pointer: Any, stride: Any) -> Any:
-    """The same of so many rows, each `stride` after the one before."""
+    """The same for `count` rows (a literal), each `stride` after the one before."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         for at in _rows(builder, *values[1:], signature.args[0].literal_value):
@@ -131,7 +131,7 @@ def prefetch_rows(typing: Any, count: Any, pointer: Any, stride: Any) -> Any:
 
 @intrinsic
 def prefetch_columns(typing: Any, pointer: Any, index: Any) -> Any:
-    """Ask for the cache lines of pointer[index : index + COLUMNS]."""
+    """Request the cache lines of pointer[index : index + COLUMNS] from memory."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         at = _at(builder, *values[:2])
@@ -170,13 +170,13 @@ def multiply_add(typing: Any, left: Any, right: Any, addend: Any) -> Any:
 
 @intrinsic
 def larger(typing: Any, left: Any, right: Any) -> Any:
-    """Lane by lane the larger one, the right one where either is NaN."""
+    """The larger one, lane by lane; the right one where either is NaN."""
     return _vector(left, right), lambda _, builder, __, values: _larger(builder, *values)
 
 
 @intrinsic
 def exponential(typing: Any, vector: Any, shift: Any) -> Any:
-    """exp(vector - shift) where that is <= 0, lane by lane; within 2 units of the last place, 0 below -87.
+    """exp(vector - shift), lane by lane, where the difference is <= 0; within 2 units of the last place, 0 below -87.
 
     x = n ln 2 + r with ln 2 in two parts (Cody & Waite 1980), and the Taylor series of exp(r) to the seventh power.
     """
@@ -189,7 +189,7 @@ def exponential(typing: Any, vector: Any, shift: Any) -> Any:
 
 @intrinsic
 def silu(typing: Any, vector: Any) -> Any:
-    """x / (1 + exp(-x)), lane by lane, with the exponential of what is not positive."""
+    """x / (1 + exp(-x)), lane by lane, computed from exp(-|x|), which cannot overflow."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         (x,) = values
@@ -203,7 +203,7 @@ def silu(typing: Any, vector: Any) -> Any:
 
 @intrinsic
 def rounded(typing: Any, vector: Any) -> Any:
-    """The nearest bfloat16 numbers, of two as near the even one, as float32; NaN stays NaN."""
+    """Rounded to bfloat16, to nearest even, as float32; NaN stays NaN."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         def same(number: int) -> ir.Constant:
@@ -221,13 +221,13 @@ def rounded(typing: Any, vector: Any) -> Any:
 
 @intrinsic
 def horizontal_sum(typing: Any, vector: Any) -> Any:
-    """The lanes' sum: halves are added until one is left."""
+    """The lanes' sum: halves are added until one lane is left."""
     return types.float32(vector), lambda _, builder, __, values: _reduced(builder, values[0], builder.fadd)
 
 
 @intrinsic
 def horizontal_largest(typing: Any, vector: Any) -> Any:
-    """The largest lane: halves are compared until one is left."""
+    """The largest lane: halves are compared until one lane is left."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         return _reduced(builder, values[0], lambda low, high: _larger(builder, low, high))
@@ -242,7 +242,7 @@ def zeros(typing: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def load_block(typing: Any, rows: Any, pointer: Any, stride: Any) -> Any:
-    """So many rows of float32: each begins `stride` after the one before."""
+    """`rows` (a literal) of COLUMNS float32, each `stride` after the one before."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         block = ir.Constant(context.get_value_type(signature.return_type), ir.Undefined)
@@ -267,7 +267,7 @@ def store_block(typing: Any, pointer: Any, stride: Any, block: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def zeros_block(typing: Any, rows: Any, across: Any) -> Any:
-    """So many rows of so many vectors."""
+    """Zeros: `rows` of `across` vectors, both literals."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         return ir.Constant(context.get_value_type(signature.return_type), None)
@@ -305,7 +305,7 @@ def add_lanes(typing: Any, block: Any, left: Any, stride: Any, right: Any, betwe
 
 @intrinsic
 def store_sums(typing: Any, pointer: Any, stride: Any, between: Any, block: Any) -> Any:
-    """The sum of each vector's lanes: rows `stride` apart, of a row's vectors `between`."""
+    """Store the sum of each vector's lanes: those of a row `between` apart, rows `stride` apart."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         for place, sum_ in _placed_sums(builder, signature.args[3], *values):
@@ -317,7 +317,7 @@ def store_sums(typing: Any, pointer: Any, stride: Any, between: Any, block: Any)
 
 @intrinsic
 def add_sums(typing: Any, pointer: Any, stride: Any, between: Any, block: Any) -> Any:
-    """The same, added to what is there."""
+    """Add the sums to what is there instead."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         for place, sum_ in _placed_sums(builder, signature.args[3], *values):
@@ -328,7 +328,7 @@ def add_sums(typing: Any, pointer: Any, stride: Any, between: Any, block: Any) -
 
 
 def _placed_sums(builder: ir.IRBuilder, kind: _Block, first: Any, stride: Any, between: Any, block: Any) -> Any:
-    """Where the sum of each vector's lanes goes, and the sum."""
+    """Pairs of a place and the sum of a vector's lanes that goes there."""
     sums = _sums(builder, [builder.extract_value(block, part) for part in range(kind.rows * kind.across)])
     for row in _rows(builder, first, stride, kind.rows):
         yield from zip(_rows(builder, row, between, kind.across), sums, strict=False)
@@ -339,7 +339,7 @@ def _at(builder: ir.IRBuilder, pointer: Any, index: Any) -> Any:
 
 
 def _load(builder: ir.IRBuilder, at: Any, kind: Any) -> Any:
-    """As `load`, from a pointer of this kind."""
+    """As `load`, from a pointer of this type."""
     if kind.dtype == types.float32:
         return builder.load(builder.bitcast(at, _FLOATS.as_pointer()), align=4)
     halves = ir.VectorType(ir.IntType(16), LANES)
@@ -369,9 +369,9 @@ def _fused(builder: ir.IRBuilder, left: Any, right: Any, addend: Any) -> Any:
 
 
 def _exponential(builder: ir.IRBuilder, x: Any) -> Any:
-    """exp(x) where that is <= 0, as `exponential` says."""
-    bounded = _larger(builder, _number(-87.0), x)  # NaN stays what it is
-    # a sum as large as this has no room for fractions: n and the exponent's bias are its lowest bits
+    """exp(x) for x <= 0, as `exponential` says."""
+    bounded = _larger(builder, _number(-87.0), x)  # NaN stays NaN
+    # float32 as large as this are integers: the sum's lowest bits are n plus the exponent's bias
     large = _number(1.5 * 2.0**23 + 127)
     sum_ = _fused(builder, bounded, _number(math.log2(math.e)), large)
     n = builder.fsub(sum_, large)
@@ -399,26 +399,26 @@ def _reduced(builder: ir.IRBuilder, lanes: Any, combine: Any) -> Any:
 
 
 def _sums(builder: ir.IRBuilder, vectors: Sequence[Any]) -> Iterator[Any]:
-    """The sum of each one's lanes, added as `_reduced` does: halves of two vectors at a time, until each lane of a
-    vector is the sum of another."""
-    # of each vector what its lanes hold: a part of whose sum, and which one of `width` parts
-    made = [(vector, [(owner, part) for part in range(LANES)]) for owner, vector in enumerate(vectors)]
+    """The sum of each vector's lanes, added in the order of `_reduced`: two vectors are halved into one at a time,
+    until each lane is the sum of one vector."""
+    # vectors, and what each lane holds: (number of the vector that is summed, which of its `width` partial sums)
+    partial = [(vector, [(owner, part) for part in range(LANES)]) for owner, vector in enumerate(vectors)]
     width = LANES
     while width > 1:
         width //= 2
-        pairs = zip(made[::2], [*made[1::2], made[-1]], strict=False)
-        made = [_halved(builder, left, right, width) for left, right in pairs]
-    places = {owner: (vector, lane) for vector, held in reversed(made) for lane, (owner, _) in enumerate(held)}
+        pairs = zip(partial[::2], [*partial[1::2], partial[-1]], strict=False)
+        partial = [_halved(builder, left, right, width) for left, right in pairs]
+    places = {owner: (vector, lane) for vector, held in reversed(partial) for lane, (owner, _) in enumerate(held)}
     for owner in range(len(vectors)):
         vector, lane = places[owner]
         yield builder.extract_element(vector, ir.Constant(ir.IntType(32), lane))
 
 
 def _halved(builder: ir.IRBuilder, left: Any, right: Any, width: int) -> Any:
-    """Two vectors of `_sums` -> one, in which the parts from `width` on were added to the first ones."""
+    """Two vectors of `_sums` -> one: partial sums from `width` on are added to the first ones."""
     held = [*left[1], *right[1]]
     low = [lane for lane, (_, part) in enumerate(held) if part < width]
-    if width < SEGMENT:  # numbers that stay in their quarter or half of a register move faster
+    if width < SEGMENT:  # numbers that stay in their segment of a register move faster
         low.sort(key=lambda lane: lane % LANES // SEGMENT)
     high = [held.index((held[lane][0], held[lane][1] + width), lane // LANES * LANES) for lane in low]
     halves = (ir.Constant(_WORDS, lanes) for lanes in (low, high))
@@ -427,21 +427,21 @@ def _halved(builder: ir.IRBuilder, left: Any, right: Any, width: int) -> Any:
 
 
 def _with_products(builder: ir.IRBuilder, block: Any, row: int, factor: Any, vectors: Sequence[Any]) -> Any:
-    """block[row] + the factor times each of the row's vectors."""
+    """The block with factor * vectors added to one row."""
     for part, vector in enumerate(vectors, row * len(vectors)):
         block = builder.insert_value(block, _fused(builder, factor, vector, builder.extract_value(block, part)), part)
     return block
 
 
 def _parts(builder: ir.IRBuilder, first: Any, stride: Any, block: _Block) -> Iterator[Any]:
-    """Where each vector of a block lies."""
+    """Pointers to each vector of a block."""
     for at in _rows(builder, first, stride, block.rows):
         for lane in (0, LANES):
             yield builder.bitcast(_at(builder, at, ir.Constant(stride.type, lane)), _FLOATS.as_pointer())
 
 
 def _rows(builder: ir.IRBuilder, first: Any, stride: Any, rows: int) -> Iterator[Any]:
-    """Where each row begins."""
+    """Pointers to the begin of each row."""
     for _ in range(rows):
         yield first
         first = _at(builder, first, stride)
