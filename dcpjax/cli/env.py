@@ -110,7 +110,7 @@ def _table(found: dict[str, Any]) -> str:
 def _kernel_line(found: dict[str, Any]) -> str:
     if not found["available"]:
         return f"not in use: {found['reason']}"
-    threads = f"tbb {found['tbb']}" if found["tbb"] else "one thread, since tbb is not found (pip install 'dcpjax[cpu]')"
+    threads = f"tbb {found['tbb']}" if found["tbb"] else "one thread: tbb is not installed (pip install 'dcpjax[cpu]')"
     return f"numba {found['numba']}, {threads}, FFI {found['ffi']}, {'AMX' if found['amx'] else 'no AMX'}"
 
 

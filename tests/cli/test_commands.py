@@ -555,10 +555,36 @@ def test_env_tells_versions_devices_and_cache(capsys, monkeypatch, tmp_path):
     assert found["versions"]["dcpjax"] == dcpjax.__version__
     assert found["cache"] == {"path": str(tmp_path), "bytes": 5}
     assert sum(found["devices"].values()) >= 1
+    assert found["cpu_kernels"]["available"]
+    assert found["cpu_kernels"]["ffi"] == "0.3"
     monkeypatch.setattr("dcpjax.cli.env.OPTIONAL", ("no-such-package",))
     table = dict(line.split(maxsplit=1) for line in ran(capsys, "env")[1].splitlines())
     assert table["no-such-package"] == "not installed"
     assert table["cache"] == f"{tmp_path} (0.0 MB)"
+
+
+KERNELS = {"available": True, "numba": "0.68.1", "tbb": "2022.3.0", "ffi": "0.3", "amx": False}
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        (KERNELS, "numba 0.68.1, tbb 2022.3.0, FFI 0.3, no AMX"),
+        (KERNELS | {"amx": True}, "numba 0.68.1, tbb 2022.3.0, FFI 0.3, AMX"),
+        (
+            KERNELS | {"tbb": None},
+            "numba 0.68.1, one thread: tbb is not installed (pip install 'dcpjax[cpu]'), FFI 0.3, no AMX",
+        ),
+        (
+            {"available": False, "reason": "numba is not installed (pip install 'dcpjax[cpu]')"},
+            "not in use: numba is not installed (pip install 'dcpjax[cpu]')",
+        ),
+    ],
+)
+def test_env_tells_which_kernels_for_cpus_are_in_use_and_why_not(found, line, capsys, monkeypatch):
+    monkeypatch.setattr("dcpjax.models.kernels.cpu.support.details", lambda: found)
+    assert json.loads(ran(capsys, "env", "--json")[1])["cpu_kernels"] == found
+    assert f"cpu kernels      {line}" in ran(capsys, "env")[1].splitlines()
 
 
 # --- as a process

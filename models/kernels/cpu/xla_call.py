@@ -129,6 +129,8 @@ def register(name: str, kernel: Callable[[bool, np.ndarray], Handler], threads: 
     text = f"CPU kernel {name} (sources {fingerprint()}) raised an exception; the process may be out of memory"
     with _registering:
         if name not in _registered:
+            if parallel:
+                get_num_threads()  # starts the threads, which Numba does not do for a C callback that it reads from disk
             function = kernel(parallel, np.frombuffer(text.encode() + b"\0", np.uint8))
             handler = cfunc(_HANDLER, cache=True, error_model="numpy")(function)
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.c_void_p(handler.address)), platform="cpu")

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial, reduce
 from typing import Any
 
@@ -15,7 +14,7 @@ from paging import ROWS, Paging, Span, assert_close, live, paging, scheduled, sp
 
 from dcpjax.models.attention.paged import paged_partial
 from dcpjax.models.attention.work import Work
-from dcpjax.models.kernels.cpu import support, xla_call
+from dcpjax.models.kernels.cpu import support
 from dcpjax.models.kernels.cpu.attention_calls import paged_partial_on_cpu, suits, write_on_cpu
 from dcpjax.models.kernels.cpu.paged_attention import SPAN_SLOTS
 from dcpjax.models.kv_cache import CacheGeometry, LayerCache, encode
@@ -153,26 +152,6 @@ def test_what_the_kernel_cannot_take_stays_in_the_loop(monkeypatch):
     assert not suits(layer_of(16, 64), CacheGeometry(block_size=16))
     monkeypatch.setattr(support, "available", lambda: False)
     assert not suits(layer_of(64, 64), geometry)
-
-
-def test_threads_are_used_here_since_the_test_dependencies_bring_their_library():
-    assert xla_call.threads_are_safe()
-
-
-def test_a_kernel_is_registered_once_however_many_threads_ask_for_it():
-    def run(frame: Any) -> int:
-        xla_call.is_call(frame)
-        return xla_call.NO_ERROR
-
-    with ThreadPoolExecutor(4) as pool:
-        for asked in [pool.submit(xla_call.register, "dcpjax_registered_once", run, False) for _ in range(4)]:
-            assert asked.result() == "dcpjax_registered_once_in_turn"
-
-
-def test_an_interface_of_another_version_is_left_alone():
-    assert support.available()
-    assert support.interface("#define XLA_FFI_API_MAJOR 0\n#define XLA_FFI_API_MINOR 4\n") == (0, 4)
-    assert support.interface("") == (-1, -1)
 
 
 ENDS_DURING_A_STEP = """

@@ -1,45 +1,66 @@
-"""Where compiled functions are kept."""
+"""What is compiled again, and where kernels are kept."""
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from numba import njit
 from numba.core import config
 
 from dcpjax.models.kernels.cpu import (
     attention_calls,
-    cache_write,
     compile,
     paged_attention,
     product_calls,
-    product_on_tiles,
     tile,
     xla_call,
 )
 
 
-def test_every_file_of_kernels_is_part_of_the_folders_name(tmp_path, monkeypatch):
+def test_every_file_of_kernels_is_part_of_the_fingerprint(tmp_path, monkeypatch):
     """Numba alone would take a kernel for current whose instructions, in another file, have changed."""
-    monkeypatch.setattr(config, "CACHE_DIR", "")
     monkeypatch.setattr(compile, "__file__", str(tmp_path / "compile.py"))
-    folder = compile.folder.__wrapped__
+    fingerprint = compile.fingerprint.__wrapped__
     for module in (paged_attention, tile):
         source = Path(str(module.__file__))
         (tmp_path / source.name).write_bytes(source.read_bytes())
-    before = folder()
-    assert before == folder()
-    assert before.parent == tmp_path / "__pycache__"
+    before = fingerprint()
+    assert before == fingerprint()
     with (tmp_path / "tile.py").open("a") as file:
         file.write("\n")
-    assert folder() != before
+    assert fingerprint() != before
 
 
-def test_kernels_are_kept_there_and_functions_of_the_user_where_he_says():
-    for function in (paged_attention._attend_items, product_on_tiles._multiply_share):
-        assert str(compile.folder()) in function.stats.cache_path
-    assert "dcpjax-" not in vars(config)["CACHE_DIR"]
+def kernel(parallel: bool, message: np.ndarray) -> xla_call.Handler:
+    def handler(frame: Any) -> int:
+        if not xla_call.is_call(frame):
+            return xla_call.NO_ERROR
+        return xla_call.error(frame, message) if parallel else xla_call.NO_ERROR
+
+    return handler
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch) -> Path:
+    """The user's own folder for what Numba keeps. XLA is not told about kernels, which may be registered again."""
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(xla_call, "_registered", {})
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: None)
+    return tmp_path
+
+
+def test_kernels_are_kept_there_and_functions_of_the_user_where_he_says(kept):
+    def own(x: int) -> int:
+        return x
+
+    xla_call.register("dcpjax_test_kept", kernel, 1)
+    assert len(list(kept.rglob("test_compile.kernel.locals.handler-*.nbi"))) == 1
+    assert vars(config)["CACHE_DIR"] == str(kept)
+    assert njit(own, cache=True).stats.cache_path.startswith(str(kept))
 
 
 STARTS_AGAIN = """
@@ -49,7 +70,7 @@ from dcpjax.models.kernels.cpu import attention_calls, product_calls
 passes = event.RecordingListener()
 event.register("numba:run_pass", passes)
 attention_calls._write_kernel(np.dtype(np.uint16), {parallel})
-product_calls._target(np.dtype(np.uint16), False)
+product_calls._product_kernel(np.dtype(np.uint16), False)
 assert not passes.buffer, len(passes.buffer)
 """
 
@@ -58,12 +79,31 @@ assert not passes.buffer, len(passes.buffer)
 def test_a_kernel_that_is_kept_is_not_compiled_again(parallel):
     """Numba would link what a handler calls into it, and translate all of that, at every start."""
     attention_calls._write_kernel(np.dtype(np.uint16), parallel)
-    product_calls._target(np.dtype(np.uint16), False)
+    product_calls._product_kernel(np.dtype(np.uint16), False)
     subprocess.run([sys.executable, "-c", STARTS_AGAIN.format(parallel=parallel)], check=True, timeout=120)
 
 
-def test_a_kernel_is_kept_under_its_name_since_numba_ignores_whether_it_is_parallel():
-    run = cache_write.kernel(np.dtype(np.uint16))
-    for parallel in (False, True):
-        name = xla_call.register("dcpjax_cache_write_uint16", run, parallel)
-        assert len(list(compile.folder().rglob(f"cache_write.{name}-*.nbi"))) == 1
+def test_sizes_of_workspaces_are_computed_without_compiling():
+    """They are needed at every start, when kernels are only read."""
+    for function in (paged_attention.chunk_size, paged_attention.round_up, paged_attention._most_tokens):
+        assert not hasattr(function, "signatures")
+    assert paged_attention.workspace_size(256, 3, 64) > 0
+
+
+def test_variants_and_sources_of_a_kernel_are_kept_apart(kept, monkeypatch):
+    """Numba finds a kernel by its code, which is the same, and by what it closes over, which has to differ."""
+
+    def count() -> int:
+        return len(list(kept.rglob("*.nbc")))
+
+    for threads in (1, 2):
+        xla_call.register("dcpjax_test_variants", kernel, threads)
+        assert count() == threads
+    xla_call._registered.clear()
+    xla_call.register("dcpjax_test_variants", kernel, 1)
+    assert count() == 2
+    assert [handler.cache_hits for handler in xla_call._registered.values()] == [1]
+    xla_call._registered.clear()
+    monkeypatch.setattr(xla_call, "fingerprint", lambda: "of other sources")
+    xla_call.register("dcpjax_test_variants", kernel, 1)
+    assert count() == 3
