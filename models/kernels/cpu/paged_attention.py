@@ -193,8 +193,8 @@ def _make_tiles(
 
 
 @compiled
-def _tile(plan: Any, index: int) -> Tile:
-    numbers = plan.tiles[index]
+def _tile(tiles: np.ndarray, index: int) -> Tile:
+    numbers = tiles[index]
     return Tile(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4])
 
 
@@ -206,7 +206,7 @@ def _attend_items(thread: int, plan: Any, call: Any) -> None:
     items, token_size = plan.tiles.shape[0] * kv_heads, group * width
     _begin(call.matrix_units)
     for item in range(thread, items, threads):
-        tile, head = _tile(plan, item // kv_heads), item % kv_heads
+        tile, head = _tile(plan.tiles, item // kv_heads), item % kv_heads
         first, tokens = tile.first_token, tile.end_token - tile.first_token
         queries, size = pointer(call.workspace[thread], 0), round_up(tokens * group, TILE) * width
         sums = shifted(queries, size)
@@ -216,13 +216,14 @@ def _attend_items(thread: int, plan: Any, call: Any) -> None:
         clear(shifted(queries, tokens * token_size), size - tokens * token_size)
         clear(sums, size)
         upcoming = min(item + threads, items - 1)
-        following = _tile(plan, upcoming // kv_heads)
+        following = _tile(plan.tiles, upcoming // kv_heads)
         block = call.block_table[call.rows[following.first_token], following.first_slot // slots]
         next_block = block * kv_heads + upcoming % kv_heads
         visible = np.repeat(plan.visible[first : tile.end_token], group)
         blocks = Blocks(call.block_table[call.rows[first]], kv_heads, head, slots * width)
         scratch = shifted(sums, size)
-        lse = _attend_tile(call, tile, sums, queries, scratch, blocks, visible, next_block)
+        cache, span = (call.keys, call.values), (tile.first_slot, tile.end_slot)
+        lse = _attend_tile(call.matrix_units, cache, blocks, span, sums, queries, scratch, visible, next_block)
         for token in range(tokens):
             if tile.span_row < 0:
                 row, out, all_lse = first + token, pointer(call.out, 0), call.lse
@@ -273,7 +274,15 @@ def visible_slots(positions: np.ndarray, ownership: np.ndarray) -> np.ndarray:
 
 @compiled
 def _attend_tile(
-    call: Any, tile: Any, sums: Any, queries: Any, scratch: Any, blocks: Any, visible: np.ndarray, next_block: int
+    matrix_units: Any,
+    cache: tuple[Any, np.ndarray],
+    blocks: Any,
+    span: tuple[int, int],
+    sums: Any,
+    queries: Any,
+    scratch: Any,
+    visible: np.ndarray,
+    next_block: int,
 ) -> np.ndarray:
     """One tile and KV head: queries [Q, D] of all tokens' heads, which see `visible` [Q] slots; sums [Q, D] are 0 and
     become the output -> lse [Q].
@@ -281,15 +290,16 @@ def _attend_tile(
     Arithmetic on one part of the cache hides the wait for the next: keys, their values, the next keys and in the end
     those of `next_block`, an index into blocks and KV heads, with which the thread's next item begins.
     """
-    rows, slots, width = visible.shape[0], call.values.shape[3], call.values.shape[4]
+    keys, values = cache
+    rows, slots, width = visible.shape[0], values.shape[3], values.shape[4]
     size, few = chunk_size(slots), rows <= FEW_QUERIES
     maximum, total = np.full(rows, np.float32(-np.inf), np.float32), np.zeros(rows, np.float32)
     state, pieces = SoftmaxState(visible, maximum, total), max(1, size // slots)
     offsets = np.zeros(2 * pieces, np.int64)
     query_tile = QueryTile(sums, width, queries, width, scratch, size)
     if not few:
-        _split(call.matrix_units, queries, rows, width, _query_parts(scratch, size, width))
-    first, last = tile.first_slot, tile.end_slot
+        _split(matrix_units, queries, rows, width, _query_parts(scratch, size, width))
+    first, last = span
     _locate(offsets[pieces:], blocks, first // slots)
     while first < last:
         offset = first % slots
@@ -300,17 +310,20 @@ def _attend_tile(
             _locate(offsets[pieces:], blocks, end // slots)
         else:
             offsets[pieces:] = next_block * blocks.size
-        keys = _key_matrix(call.keys, offset, slots)
-        values = Matrix(pointer(call.values, offset * width), width, COLUMNS)
-        following = _first_read(call.keys, call.values, end % slots if end < last else 0)
-        chunk, prefetch = Chunk(first, count, keys, values, slots, offsets), Prefetch(values.start, following)
+        key_matrix = _key_matrix(keys, offset, slots)
+        value_matrix = Matrix(pointer(values, offset * width), width, COLUMNS)
+        following = _first_read(keys, values, end % slots if end < last else 0)
+        chunk, prefetch = (
+            Chunk(first, count, key_matrix, value_matrix, slots, offsets),
+            Prefetch(value_matrix.start, following),
+        )
         if few:
             fold(FEW_ROWS_AT_ONCE, query_tile, state, chunk, prefetch)
             whole = pieces == 1 and (end >= last or min(size, slots - end % slots, last - end) == size)
             for line in range(count * width // COLUMNS, size * width // COLUMNS if whole else 0):  # what is left
                 prefetch_columns(shifted(following, offsets[1]), line * COLUMNS)
         else:
-            _fold_many(call.matrix_units, query_tile, state, chunk, prefetch)
+            _fold_many(matrix_units, query_tile, state, chunk, prefetch)
         first = end
     return finish(sums, width, maximum, total)
 
