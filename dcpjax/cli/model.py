@@ -186,18 +186,18 @@ def statistics(llm: "LLM", *, prompt_tokens: int, new_tokens: int, clock: Clock)
 
 
 def describe(llm: "LLM") -> str:
-    runner = llm.runner
+    model = llm.runner.model
     return (
-        f"{describe_layout(llm)}, weights {runner.dtype}, cache {runner.kv_dtype}, up to {llm.max_model_len:,} tokens "
-        f"a request, on {runner.platform}"
+        f"{describe_layout(llm)}, weights {model.dtype}, cache {model.kv_dtype}, up to {llm.max_model_len:,} tokens "
+        f"a request, on {model.platform}"
     )
 
 
 def describe_layout(llm: "LLM") -> str:
     runner = llm.runner
     tokens = runner.sizes.num_blocks * runner.geometry.block_size
-    copies = runner.layout.duplication(runner.config.cache_heads)
-    return f"tp={runner.layout.tp} x dcp={runner.layout.dcp}, cache of {tokens:,} tokens stored {copies}x"
+    copies = runner.model.layout.duplication(runner.model.config.cache_heads)
+    return f"tp={runner.model.layout.tp} x dcp={runner.model.layout.dcp}, cache of {tokens:,} tokens stored {copies}x"
 
 
 def say(text: str) -> None:

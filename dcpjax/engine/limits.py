@@ -1,6 +1,6 @@
 """What one step of a model may hold on one kind of machine. Numbers only; knows no arrays and no requests."""
 
-from dcpjax.engine.scheduler import Limits, Pace
+from dcpjax.engine.scheduler import PrefillBudget, StepLimits
 from dcpjax.models import flops
 from dcpjax.models.config import ModelConfig
 
@@ -22,18 +22,18 @@ def step_limits(
     max_num_batched_tokens: int | None,
     max_mixed_prefill_tokens: int | None,
     enable_prefix_caching: bool,
-) -> Limits:
+) -> StepLimits:
     """The user's choice, and for what he left open what suits the platform."""
     on_cpu = platform == "cpu"
     per_token = flops.per_token(config)
     decode_work = round(MIXED_WORK * (1 + flops.per_choice(config) / per_token))
-    return Limits(
+    return StepLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens or (1024 if on_cpu else 2048),
-        pace=Pace(
+        prefill_budget=PrefillBudget(
             tokens=max_mixed_prefill_tokens or (decode_work if on_cpu else 512),
-            per_position=ATTENTION_COST.get(platform, 1.0) * flops.per_position(config) / per_token,
-            step_tokens=MIXED_STEP if on_cpu and not max_mixed_prefill_tokens else None,
+            cost_per_position=ATTENTION_COST.get(platform, 1.0) * flops.per_position(config) / per_token,
+            max_step_tokens=MIXED_STEP if on_cpu and not max_mixed_prefill_tokens else None,
             always=max_mixed_prefill_tokens is not None,
         ),
         enable_prefix_caching=enable_prefix_caching,

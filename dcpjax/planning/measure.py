@@ -16,16 +16,17 @@ import jax
 import numpy as np
 
 from dcpjax.api.config import EngineConfig
-from dcpjax.api.outputs import RequestMetrics, counted
+from dcpjax.api.outputs import counted
 from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.checkpoint.model_config import read_model_config, resolve_dtype
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduled
-from dcpjax.models.config import ModelConfig, from_hf
+from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.planning.sizes import block_bytes
 from dcpjax.runtime.devices import ensure_devices
-from dcpjax.runtime.runner import Runner, overridden, resolve_dtype
+from dcpjax.runtime.runner import Runner, load_runner
 from dcpjax.sharding.mesh import Layout, check_layout
 
 WARM_UP, PROMPTS = 2, 3  # steps that are not timed; prompts that are
@@ -89,21 +90,21 @@ def bench(
 ) -> Bench:
     """Measure each layout in turn. Raises ValueError for an illegal one before any weight is read."""
     files = open_model(model)
-    config = from_hf(overridden(files.config, options.get("hf_overrides") or {}))
+    config = read_model_config(files.config, options.get("hf_overrides"))
     engines = [_engine(config, layout, sizes, options) for layout in layouts]
     ensure_devices(max(layout.devices for layout in layouts))
     runner, rows = None, []
     for engine in engines:
         del runner  # its weights go before the next layout's come
-        runner = Runner(files, engine, progress=progress)
+        runner = load_runner(files, engine, progress=progress)
         rows += _measure(runner, sizes)
     assert runner is not None
     return Bench(
         model=model,
-        machine=f"{counted(len(jax.devices()), f'{runner.platform} device')}, {counted(os.cpu_count() or 1, 'core')}, "
-        f"jax {jax.__version__}",
-        dtype=runner.dtype,
-        kv_cache_dtype=runner.kv_dtype,
+        machine=f"{counted(len(jax.devices()), f'{runner.model.platform} device')}, "
+        f"{counted(os.cpu_count() or 1, 'core')}, jax {jax.__version__}",
+        dtype=runner.model.dtype,
+        kv_cache_dtype=runner.model.kv_dtype,
         sizes=sizes,
         rows=tuple(rows),
     )
@@ -146,8 +147,8 @@ def _measure(runner: Runner, sizes: BenchSizes) -> list[Measured]:
     _share_prompt(runner, rows)
     return [
         Measured(
-            tp=runner.layout.tp,
-            dcp=runner.layout.dcp,
+            tp=runner.model.layout.tp,
+            dcp=runner.model.layout.dcp,
             batch_size=size,
             step_seconds=statistics.median(_timed(partial(_run, runner, rows[:size]), sizes.steps, warm_up=WARM_UP)),
             prefill_tokens_per_second=sizes.context_length / seconds,
@@ -159,12 +160,12 @@ def _measure(runner: Runner, sizes: BenchSizes) -> list[Measured]:
 def _rows(runner: Runner, sizes: BenchSizes) -> list[Scheduled]:
     """Requests of equal random prompts but for the last token, each about to compute that one, in blocks of its own."""
     drawn, length = np.random.default_rng(0), sizes.context_length
-    prompt = drawn.integers(runner.config.vocab_size, size=length).tolist()
+    prompt = drawn.integers(runner.model.config.vocab_size, size=length).tolist()
     blocks = runner.geometry.blocks(length)
     rows = []
-    for number, last in enumerate(drawn.integers(runner.config.vocab_size, size=max(sizes.batch_sizes)).tolist()):
+    for number, last in enumerate(drawn.integers(runner.model.config.vocab_size, size=max(sizes.batch_sizes)).tolist()):
         tokens, greedy = [*prompt[:-1], last], SamplingParams(temperature=0)
-        request = Request(number, tokens, greedy, 1, 0, frozenset(), RequestMetrics(0.0), seat=number)
+        request = Request(number=number, prompt_token_ids=tokens, params=greedy, max_tokens=1, seat=number)
         rows.append(Scheduled(request, length - 1, 1, list(range(number * blocks, (number + 1) * blocks)), True))
     return rows
 

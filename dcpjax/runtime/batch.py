@@ -37,7 +37,7 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shapes:
+class ShapeBuckets:
     """The buckets that step shapes are rounded up to."""
 
     max_rows: int
@@ -80,7 +80,7 @@ def _round_up(count: int, least: int, base: int, most: int) -> int:
     return max(count, min(size, most))
 
 
-def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) -> Batch:
+def build(step: Sequence[Scheduled], shapes: ShapeBuckets, geometry: CacheGeometry) -> Batch:
     """Lay the scheduled tokens out, in the order of `step`."""
     decode_only = shapes.decode_only(step)
     rows = shapes.rows(len(step)) if decode_only else shapes.prompt_rows(len(step))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dcpjax.engine.scheduler import Scheduled
-from dcpjax.runtime.batch import Batch, Shapes, padded
+from dcpjax.runtime.batch import Batch, ShapeBuckets, padded
 from dcpjax.sampling.buckets import round_up
 from dcpjax.sampling.sampler import SamplingBatch
 from dcpjax.sampling.scoring import shared_count
@@ -18,7 +18,7 @@ LEAST_SCORED = 32
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampledRows:
     """The tokens that next ones follow from, and how those are chosen."""
 
     # [C]: index into the step's tokens, 0 for padding
@@ -26,7 +26,7 @@ class Choice:
     options: SamplingBatch
 
     @classmethod
-    def of(cls, step: Sequence[Scheduled], batch: Batch, shapes: Shapes, vocab_size: int) -> "Choice | None":
+    def of(cls, step: Sequence[Scheduled], batch: Batch, shapes: ShapeBuckets, vocab_size: int) -> "SampledRows | None":
         """None if no request is at its newest token."""
         rows = choosing_rows(step)
         if not rows:
@@ -37,7 +37,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoredTokens:
     """Prompt tokens whose log-probabilities are wanted."""
 
     # [C]: index into the step's tokens of the token before, 0 for padding
@@ -48,7 +48,7 @@ class Scoring:
     num_logprobs: int
 
     @classmethod
-    def of(cls, step: Sequence[Scheduled], vocab_size: int) -> "Scoring | None":
+    def of(cls, step: Sequence[Scheduled], vocab_size: int) -> "ScoredTokens | None":
         """None if no prompt token of the step is to be scored."""
         scored = scored_tokens(step)
         size = round_up(len(scored), least=LEAST_SCORED)

@@ -12,7 +12,7 @@ from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.request import Request, Status
-from dcpjax.engine.scheduler import Limits, Scheduled
+from dcpjax.engine.scheduler import Scheduled, StepLimits
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.simulation.arrivals import Arrival, Arrivals, prompt
 from dcpjax.simulation.cost import StepFloor
@@ -26,7 +26,7 @@ class Replay:
     """One trace on one engine. Times are seconds on the virtual clock."""
 
     def __init__(
-        self, arrivals: Arrivals, geometry: CacheGeometry, *, num_blocks: int, limits: Limits, floor_of: StepFloor
+        self, arrivals: Arrivals, geometry: CacheGeometry, *, num_blocks: int, limits: StepLimits, floor_of: StepFloor
     ) -> None:
         self.arrivals, self.clock = arrivals, Clock()
         self.engine = Engine(
@@ -57,9 +57,6 @@ class Replay:
                 prompt_token_ids=prompt(arrival.request),
                 params=PARAMS,
                 max_tokens=arrival.request.output_length,
-                seed=0,
-                end_token_ids=frozenset(),
-                metrics=RequestMetrics(0.0),
             )
         )
 

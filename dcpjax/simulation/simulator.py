@@ -10,7 +10,7 @@ from typing import Any
 
 from dcpjax.api.outputs import counted
 from dcpjax.engine.limits import step_limits
-from dcpjax.engine.scheduler import Limits
+from dcpjax.engine.scheduler import StepLimits
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.planning.model_config import Model
 from dcpjax.planning.planner import Plan, plan
@@ -77,7 +77,7 @@ class Simulator:
             block_size=plan.row.block_size,
             requests=len(self.requests),
             input_tokens=sum(request.input_length for request in self.requests),
-            output_tokens=counters.generated_tokens,
+            output_tokens=replay.engine.counters.generated_tokens,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
             preemptions=counters.preemptions,
@@ -94,7 +94,7 @@ def _floor(plan: Plan) -> StepFloor:
     return step_floor(plan.row.cost, head_cost(plan.config, layout, plan.dtype), plan.hardware)
 
 
-def _limits(options: SimOptions, plan: Plan) -> Limits:
+def _limits(options: SimOptions, plan: Plan) -> StepLimits:
     """What the engine's runner would allow a step of this model."""
     return step_limits(
         plan.config,

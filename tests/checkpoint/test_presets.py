@@ -4,11 +4,11 @@ import pytest
 
 from dcpjax import LLM, SamplingParams
 from dcpjax.api.config import EngineConfig
+from dcpjax.checkpoint.model_config import overridden
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.checkpoint.presets import PRESETS
 from dcpjax.models import decoder
 from dcpjax.models.config import ModelConfig, from_hf
-from dcpjax.runtime.runner import overridden
 from dcpjax.sharding.arrays import is_spec
 from dcpjax.sharding.mesh import Layout, make_mesh
 from dcpjax.sharding.rules import Placement
@@ -154,9 +154,9 @@ def test_a_cut_preset_runs_on_dummy_weights():
         kv_cache_memory_bytes=2**20,
         progress=False,
     )
-    config = llm.runner.config
+    config = llm.runner.model.config
     assert (config.num_layers, config.mla.cached_dim, config.moe.groups) == (2, 576, 8)
-    assert llm.runner.dtype == "bfloat16"
+    assert llm.runner.model.dtype == "bfloat16"
     (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)
     assert output.outputs[0].finish_reason == "length"
     assert len(output.outputs[0].token_ids) == 4

@@ -57,7 +57,8 @@ def steps():
     launched, launch = [], Runner.launch
 
     def note(runner, step):
-        launched.append((runner.layout.dcp, [(entry.start, entry.count, entry.copy, entry.samples) for entry in step]))
+        entries = [(entry.start, entry.count, entry.copy, entry.samples) for entry in step]
+        launched.append((runner.model.layout.dcp, entries))
         return launch(runner, step)
 
     layouts = [Layout(tensor_parallel_size=size, decode_context_parallel_size=size) for size in (1, 2)]

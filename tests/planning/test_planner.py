@@ -24,7 +24,8 @@ from dcpjax.planning.floor import exchange, floor, smallest
 from dcpjax.planning.hardware import HARDWARE, Hardware, find_hardware, quantity
 from dcpjax.planning.planner import Plan, plan
 from dcpjax.planning.sizes import ONE, abstract_place, checkpoint_bytes, weight_bytes, weight_parts
-from dcpjax.runtime.runner import Runner
+from dcpjax.runtime.memory import block_bytes_per_device
+from dcpjax.runtime.runner import load_runner
 from dcpjax.sharding.arrays import is_spec
 from dcpjax.sharding.mesh import Layout, make_mesh
 from dcpjax.sharding.rules import Placement, Rules
@@ -109,13 +110,13 @@ def test_plan_equals_the_allocation_of_a_loaded_model_to_the_byte(name, devices,
     shared = dict(options, block_size=24, kv_cache_memory_bytes=2**17)
     layout = {"tensor_parallel_size": devices, "decode_context_parallel_size": dcp}
     load_format = {"load_format": "auto" if golden else "dummy"}
-    runner = Runner(open_model(model), EngineConfig.from_options(shared | layout | load_format))
+    runner = load_runner(open_model(model), EngineConfig.from_options(shared | layout | load_format))
     answer = plan(model, hardware="cpu", context_length=8, output_length=8, **shared, **layout)
     row = answer.row
     assert bytes_on_each_device(runner.weights, devices) == [row.weight_bytes] * devices
     assert bytes_on_each_device(runner.cache, devices) == [row.num_blocks * row.block_bytes] * devices
-    assert (row.num_blocks, row.block_bytes) == (runner.sizes.num_blocks, runner.block_bytes_per_device())
-    assert row.copies == runner.layout.duplication(runner.config.cache_heads)
+    assert (row.num_blocks, row.block_bytes) == (runner.sizes.num_blocks, block_bytes_per_device(runner.model))
+    assert row.copies == runner.model.layout.duplication(runner.model.config.cache_heads)
 
 
 def test_cpu_without_a_cache_size_plans_the_engines_default():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.models.config import from_hf
 from dcpjax.planning.floor import exchange
-from dcpjax.runtime import runner as runner_module
+from dcpjax.runtime import model as model_module
 from dcpjax.runtime.batch import build
 from dcpjax.runtime.runner import Runner
 from dcpjax.sharding.link import CABLES, published
@@ -29,7 +29,7 @@ make_runner = cache(golden_runner)
 
 
 def merge_size(runner: Runner, rows: int) -> MergeSize:
-    config, layout = runner.config, runner.layout
+    config, layout = runner.model.config, runner.model.layout
     heads = config.num_heads // layout.tp
     width = config.mla.latent_rank if config.mla else config.head_dim
     return MergeSize(rows, heads, width, -(-heads * width // layout.dcp) * layout.dcp, layout.dcp)
@@ -59,7 +59,7 @@ def test_the_model_counts_every_byte_that_the_compiled_merge_sends(family, tp, d
     runner = make_runner(family, tp, dcp, dcp_comm_backend=merge)
     expected: Counter[str] = Counter()
     for send in sends(merge, merge_size(runner, rows=4)):
-        expected[send.kind.replace("_", "-")] += runner.config.num_layers * send.bytes
+        expected[send.kind.replace("_", "-")] += runner.model.config.num_layers * send.bytes
     assert compiled_sends(compiled(runner, scheduled([20, 40])).as_text(), dcp) == pytest.approx(expected, rel=1e-12)
 
 
@@ -139,7 +139,7 @@ def test_auto_compiles_another_merge_for_each_shape(monkeypatch):
     """An all-to-all that starts at once and crawls: few rows take it and many do not."""
     quick = Pace(1e-6, 1e9)
     link = Link(all_gather=quick, reduce_scatter=quick, all_to_all=Pace(0.0, 2e8), all_reduce=Pace(1.0, 1e9))
-    monkeypatch.setattr(runner_module, "find_link", lambda mesh, folder: link)
+    monkeypatch.setattr(model_module, "find_link", lambda mesh, folder: link)
     auto = make_runner.__wrapped__("llama3", 1, 8, dcp_comm_backend="auto", max_num_seqs=1)
     assert fastest(merge_size(auto, 1), link) == "a2a"
     assert fastest(merge_size(auto, 32), link) == "ag_rs"
@@ -177,7 +177,7 @@ def kinds_of_layers(family: str) -> int:
 def traced(family: str, merge: str, overlap: bool) -> Counter[str]:
     runner = make_runner(family, 1, 8, dcp_comm_backend=merge, dcp_overlap=overlap)
     batch = build(scheduled([20, 40]), runner.shapes, runner.geometry)
-    text = runner._forward.lower(runner.weights, runner.cache, runner.latest, batch).as_text()
+    text = runner.programs.forward.lower(runner.weights, runner.cache, runner.latest, batch).as_text()
     return Counter(re.findall(r"stablehlo\.(all_gather|all_to_all|reduce_scatter|all_reduce)\b", text))
 
 
@@ -252,7 +252,8 @@ def test_the_cache_is_written_once_before_both_halves():
     def updates(overlap: bool) -> int:
         runner = make_runner("llama3", 1, 8, dcp_overlap=overlap)
         batch = build(scheduled([20, 40]), runner.shapes, runner.geometry)
-        return runner._forward.lower(runner.weights, runner.cache, runner.latest, batch).as_text().count('.scatter"')
+        step = runner.programs.forward.lower(runner.weights, runner.cache, runner.latest, batch)
+        return step.as_text().count('.scatter"')
 
     assert updates(True) == updates(False) > 0
 

@@ -11,7 +11,6 @@ from engine_mock import Launch, MockRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.cli import simulate as simulate_command
 from dcpjax.cli.commands import COMMANDS, Command, main
 from dcpjax.engine.engine import Engine, StepResult
@@ -101,7 +100,7 @@ def direct(requests: Sequence[TraceRequest], simulator: Simulator, users: int | 
     while waiting or engine.has_work:
         for number, one in waiting[:free]:
             tokens = synthesise(one, VOCAB)
-            made = Request(number, tokens, PARAMS, one.output_length, 0, frozenset(), RequestMetrics(0.0))
+            made = Request(number=number, prompt_token_ids=tokens, params=PARAMS, max_tokens=one.output_length)
             engine.add(made)
         waiting, free = waiting[free:], free - min(free, len(waiting))
         free += sum(changed.status is Status.FINISHED for changed in engine.step())
