@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 PROMPT = list(range(100, 120))
-PROGRAMS = ("forward", "pick", "choose", "copy_blocks")
+PROGRAMS = ("forward", "gather_rows", "sample_next", "copy_blocks")
 STAGES = ("python", "import", "open", "weights", "rest of LLM", "warm-up", "first token", "second token")
 EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",

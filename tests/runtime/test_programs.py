@@ -196,8 +196,8 @@ def test_what_is_chosen_beside_an_unfinished_prompt_is_chosen_as_without_it(tp: 
 
 def test_a_step_in_which_nobody_chooses_ends_after_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(1, 1)
-    for program in ("_pick", "_choose", "_score_prompt"):
-        monkeypatch.setattr(runner, program, None)
+    for program in ("gather", "sample", "score"):
+        monkeypatch.setattr(runner.programs, program, None)
     before = np.array(runner.latest)
     result = run(runner, [silent(entry) for entry in scheduled([9, 9], count=9)])
     assert (result.tokens, result.finite, result.scores) == ([0, 0], [True, True], None)
