@@ -22,6 +22,7 @@ from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduled
 from dcpjax.planning.floor import exchange
 from dcpjax.runtime.runner import Runner
+from dcpjax.sharding.merge_cost import Merge
 
 
 def main() -> None:
@@ -89,7 +90,7 @@ def cache_bytes(runner: Runner, context: int, batch: int) -> int:
     return batch * runner.geometry.blocks(context) * runner.block_bytes_per_device()
 
 
-def sent_bytes(runner: Runner, batch: int, merge: str) -> float:
+def sent_bytes(runner: Runner, batch: int, merge: Merge) -> float:
     """Queries and merges of all layers, without what every layout sends over the pool."""
     return runner.config.num_layers * batch * exchange(runner.config, runner.layout, merge).bytes
 
