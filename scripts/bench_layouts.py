@@ -22,6 +22,7 @@ from dcpjax.engine.scheduler import Scheduled
 from dcpjax.planning.floor import exchange
 from dcpjax.runtime.memory import block_bytes_per_device
 from dcpjax.runtime.runner import Runner, load_runner
+from dcpjax.sharding.merge_cost import Merge
 
 
 def main() -> None:
@@ -90,7 +91,7 @@ def cache_bytes(runner: Runner, context: int, batch: int) -> int:
     return batch * runner.geometry.blocks(context) * block_bytes_per_device(runner.model)
 
 
-def sent_bytes(runner: Runner, batch: int, merge: str) -> float:
+def sent_bytes(runner: Runner, batch: int, merge: Merge) -> float:
     """Queries and merges of all layers, without what every layout sends over the pool."""
     return runner.model.config.num_layers * batch * exchange(runner.model.config, runner.model.layout, merge).bytes
 

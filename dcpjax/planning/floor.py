@@ -4,10 +4,7 @@ A floor and no forecast. It leaves out kernels that reach less than the peak, la
 network slower than the links within one machine; memory and arithmetic overlap wholly, exchanges with nothing. One
 thing is an expectation instead: tokens choose their experts independently and evenly, which says how many are read.
 
-Exchanges are float32, as the engine's are, and counted as what each device must send at least:
-
-    all-gather      (n - 1) x own part          all-to-all   (n - 1) / n x own input
-    reduce-scatter  (n - 1) / n x own input     all-reduce   2 (n - 1) / n x own input
+Exchanges are float32, as the engine's are; `sharding.merge_cost` counts what each device must send at least.
 """
 
 from collections.abc import Callable
@@ -16,9 +13,8 @@ from dataclasses import dataclass
 from dcpjax.models.config import ModelConfig
 from dcpjax.planning.hardware import Hardware
 from dcpjax.planning.sizes import abstract_place, local_shape, part_bytes, weight_parts
+from dcpjax.sharding.merge_cost import Merge, MergeSize, send, sends
 from dcpjax.sharding.mesh import Layout
-
-FLOAT32 = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,24 +30,17 @@ class Exchange:
         return self.query_bytes + self.merge_bytes
 
 
-def exchange(config: ModelConfig, layout: Layout, merge: str, *, replicate_q: bool = False) -> Exchange:
+def exchange(config: ModelConfig, layout: Layout, merge: Merge, *, replicate_q: bool = False) -> Exchange:
     """Per device, layer and query token; from the shapes in `gqa`, `mla` and `merge`."""
-    ranks, heads = layout.dcp, config.num_heads // layout.tp
+    ranks = layout.dcp
     if ranks == 1:
         return Exchange(query_bytes=0, merge_bytes=0, collectives=0)
     query, value, features = _widths(config, layout)
-    part = (ranks - 1) / ranks * FLOAT32  # of a value that a reduce-scatter or an all-to-all takes in
-    every_lse = heads * (ranks - 1) * FLOAT32
-    packs = heads % ranks == 0 and features == heads * value
-    merge_bytes, collectives = {
-        "ag_rs": (every_lse + features * part, 2),
-        "a2a": (heads * (value + 1) * part, 1) if packs else (features * part + every_lse, 2),
-        "psum": (2 * heads * (value + 2) * part, 3),
-    }[merge]
+    merging = sends(merge, MergeSize(1, config.num_heads // layout.tp, value, features, ranks))
     return Exchange(
-        query_bytes=0 if replicate_q else query * part,
-        merge_bytes=merge_bytes,
-        collectives=collectives + (not replicate_q),
+        query_bytes=0 if replicate_q else send("all_gather", query // ranks, ranks).bytes,
+        merge_bytes=sum(one.bytes for one in merging),
+        collectives=len(merging) + (not replicate_q),
     )
 
 
@@ -87,7 +76,7 @@ def step_cost(
     dtype: str,
     kv_dtype: str,
     kv_bytes: float,
-    merge: str,
+    merge: Merge,
     replicate_q: bool = False,
 ) -> StepCost:
     """`kv_bytes` per token and device, as the cache stores them: each rank reads all of its own part."""
@@ -127,16 +116,16 @@ def _attention_flops(config: ModelConfig, layout: Layout) -> float:
     return 2 * config.num_layers * config.num_heads * widths / layout.devices
 
 
-def _whole_exchange(config: ModelConfig, layout: Layout, merge: str, replicate_q: bool) -> tuple[float, int]:
+def _whole_exchange(config: ModelConfig, layout: Layout, merge: Merge, replicate_q: bool) -> tuple[float, int]:
     """Bytes per request and collectives of a step: attention over dcp; over the pool two all-reduces of the hidden
     state a layer, one of the embedding, and the gather of the logits."""
     devices, layers = layout.devices, config.num_layers
     if devices == 1:
         return 0.0, 0
     own = exchange(config, layout, merge, replicate_q=replicate_q)
-    others = (devices - 1) / devices * FLOAT32
-    pool = others * (2 * (2 * layers + 1) * config.hidden_size + config.vocab_size)
-    return layers * own.bytes + pool, layers * (own.collectives + 2) + 2
+    hidden = send("all_reduce", config.hidden_size, devices).bytes
+    logits = send("all_gather", config.vocab_size / devices, devices).bytes
+    return layers * own.bytes + (2 * layers + 1) * hidden + logits, layers * (own.collectives + 2) + 2
 
 
 @dataclass(frozen=True, kw_only=True)

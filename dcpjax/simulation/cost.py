@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from dcpjax.engine.scheduler import Scheduled
 from dcpjax.models.config import ModelConfig
-from dcpjax.planning.floor import FLOAT32, Floor, StepCost
+from dcpjax.planning.floor import Floor, StepCost
 from dcpjax.planning.hardware import Hardware
 from dcpjax.planning.sizes import abstract_place, local_shape, weight_parts
+from dcpjax.sharding.merge_cost import send
 from dcpjax.sharding.mesh import Layout
 
 StepFloor = Callable[[Sequence[Scheduled]], Floor]
@@ -39,8 +40,8 @@ def head_cost(config: ModelConfig, layout: Layout, dtype: str) -> HeadCost:
         for (kind, spec), count in weight_parts(config, layout, dtype).items()
         if kind == name
     )
-    others = (layout.devices - 1) / layout.devices * FLOAT32
-    return HeadCost(flops=2 * values, exchange_bytes=others * config.vocab_size)
+    gather = send("all_gather", config.vocab_size / layout.devices, layout.devices)
+    return HeadCost(flops=2 * values, exchange_bytes=gather.bytes)
 
 
 def step_floor(cost: StepCost, head: HeadCost, hardware: Hardware) -> StepFloor:
