@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from dcpjax.api.sampling_params import check_option_names
+from dcpjax.api.checks import check_bool, check_choice, check_integer, check_share, check_size, from_options
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 CommBackend = Literal["ag_rs", "a2a", "psum"]
@@ -87,26 +87,21 @@ class EngineConfig:
             "block_size",
             "cp_kv_cache_interleave_size",
         ):
-            _positive(name, getattr(self, name))
+            check_size(name, getattr(self, name))
         for name in ("max_model_len", "max_num_batched_tokens", "max_mixed_prefill_tokens", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
-        _one_of("dtype", self.dtype, get_args(Dtype))
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(Dtype))
-        _one_of("dcp_comm_backend", self.dcp_comm_backend, get_args(CommChoice))
-        _one_of("load_format", self.load_format, get_args(LoadFormat))
-        _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
-        _one_of("warmup", self.warmup, get_args(Warmup))
-        _integer("seed", self.seed)
-        _integer("max_logprobs", self.max_logprobs)
-        if self.max_logprobs < -1:
-            raise ValueError(f"max_logprobs must be at least -1, but is {self.max_logprobs}; use -1 or 20")
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], but is {share!r}; use 0.9")
+                check_size(name, getattr(self, name))
+        check_choice("dtype", self.dtype, get_args(Dtype))
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(Dtype))
+        check_choice("dcp_comm_backend", self.dcp_comm_backend, get_args(CommChoice))
+        check_choice("load_format", self.load_format, get_args(LoadFormat))
+        check_choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
+        check_choice("warmup", self.warmup, get_args(Warmup))
+        check_integer("seed", self.seed)
+        check_integer("max_logprobs", self.max_logprobs, -1)
+        check_share("gpu_memory_utilization", self.gpu_memory_utilization)
         for name in ("dcp_overlap", "dcp_replicate_q", "enable_prefix_caching", "async_scheduling"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, but is {getattr(self, name)!r}")
+            check_bool(name, getattr(self, name))
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
             raise ValueError(f"hf_overrides must be a dict of config.json's entries, but is {self.hf_overrides!r}")
         if not isinstance(self.compilation_cache, bool | str | os.PathLike):
@@ -116,8 +111,7 @@ class EngineConfig:
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> "EngineConfig":
         """Build from keyword options, refusing an unknown one by name with the nearest valid one."""
-        check_option_names(options, [field.name for field in fields(cls)])
-        return cls(**options)
+        return from_options(cls, options)
 
     def _check_division(self) -> None:
         devices, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
@@ -134,18 +128,3 @@ class EngineConfig:
                 f"= {dcp} * {self.cp_kv_cache_interleave_size} = {unit}, but is {self.block_size}; "
                 f"use {max(1, round(self.block_size / unit)) * unit}"
             )
-
-
-def _integer(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, but is {value!r}; use 0")
-
-
-def _positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, but is {value!r}; use 1 or more")
-
-
-def _one_of(name: str, value: Any, legal: tuple[str, ...]) -> None:
-    if value not in legal:
-        raise ValueError(f"{name} must be one of {', '.join(legal)}, but is {value!r}")

@@ -1,19 +1,26 @@
 """What a user may ask of generation, checked when it is made. Knows nothing about arrays or the engine."""
 
-import difflib
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
 from dcpjax.api.bitmask import pack
+from dcpjax.api.checks import (
+    check_bool,
+    check_integer,
+    check_number,
+    check_strings,
+    checked_token_id,
+    checked_token_ids,
+    from_options,
+)
 from dcpjax.api.structured_outputs import StructuredOutputsParams
 
 MAX_SEED = 2**63 - 1
-MAX_TOKEN_ID = 2**31 - 1
 MAX_BIAS = 100.0
 
 
@@ -82,8 +89,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_lengths()
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, but is {getattr(self, name)!r}")
+            check_bool(name, getattr(self, name))
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise ValueError(
                 f"structured_outputs must be StructuredOutputsParams, but is {self.structured_outputs!r}; "
@@ -97,24 +103,24 @@ class SamplingParams:
             )
 
     def _check_numbers(self) -> None:
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _integer("n", self.n, 1)
-        _integer("top_k", self.top_k, -1)
+        check_number("temperature", self.temperature, 0.0, math.inf)
+        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_integer("n", self.n, 1)
+        check_integer("top_k", self.top_k, -1)
         if self.seed is not None:
-            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+            check_integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), -1)
+                check_integer(name, getattr(self, name), -1)
 
     def _check_lengths(self) -> None:
-        _integer("min_tokens", self.min_tokens, 0)
+        check_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
+            check_integer("max_tokens", self.max_tokens, 1)
             if self.min_tokens > self.max_tokens:
                 raise ValueError(
                     f"min_tokens must be at most max_tokens={self.max_tokens}, but is {self.min_tokens}; "
@@ -124,8 +130,8 @@ class SamplingParams:
     def _freeze_lists(self) -> None:
         """What the caller does to its lists later changes nothing here."""
         set_ = object.__setattr__
-        set_(self, "stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
-        set_(self, "bad_words", _strings("bad_words", self.bad_words))
+        set_(self, "stop", _unique_strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        set_(self, "bad_words", _unique_strings("bad_words", self.bad_words))
         set_(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.logit_bias is not None:
             set_(self, "logit_bias", _biases(self.logit_bias))
@@ -186,56 +192,18 @@ class SamplingParams:
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> "SamplingParams":
         """Build from keyword options, refusing an unknown one by name with the nearest valid one."""
-        check_option_names(options, [field.name for field in fields(cls)])
-        return cls(**options)
+        return from_options(cls, options)
 
 
-def check_option_names(options: Sequence[str] | dict[str, Any], valid: Sequence[str]) -> None:
-    """Raise ValueError for the first name that is not valid, with the nearest that is."""
-    for name in options:
-        if name not in valid:
-            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"valid options: {', '.join(valid)}"
-            raise ValueError(f"unknown option {name!r}; {hint}")
-
-
-def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-        raise ValueError(f"{name} must be a number, but is {value!r}")
-    too_low = value <= low if open_low else value < low
-    if too_low or value > high or math.isinf(value):
-        interval = f"{'(' if open_low else '['}{low:g}, {'inf)' if math.isinf(high) else f'{high:g}]'}"
-        nearest = 1.0 if math.isinf(value) else (high if value > high else (0.01 if open_low else low))
-        raise ValueError(f"{name} must be in {interval}, but is {value!r}; use {nearest:g}")
-
-
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, but is {value!r}")
-    if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if value < low else f"at most {high}"
-        raise ValueError(f"{name} must be {bound}, but is {value}; use {low if value < low else high}")
-
-
-def _strings(name: str, texts: Any) -> tuple[str, ...]:
-    if isinstance(texts, str) or not isinstance(texts, Sequence | None):
-        raise ValueError(f"{name} must be a list of strings, but is {texts!r}; use [{str(texts)!r}]")
-    for text in texts or ():
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"{name} must hold non-empty strings, but holds {text!r}")
-    return tuple(dict.fromkeys(texts or ()))
+def _unique_strings(name: str, texts: Sequence[str] | None) -> tuple[str, ...]:
+    if texts is None:
+        return ()
+    check_strings(name, texts)
+    return tuple(dict.fromkeys(texts))
 
 
 def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
-    if ids is not None and (isinstance(ids, str | bytes) or not isinstance(ids, Iterable)):
-        raise ValueError(f"{name} must be a list of token ids, but is {ids!r}")
-    return tuple(_token_id(name, token) for token in (() if ids is None else ids))
-
-
-def _token_id(name: str, token: Any) -> int:
-    plain = int(token) if isinstance(token, Integral) and not isinstance(token, bool) else token
-    _integer(name, plain, 0, MAX_TOKEN_ID)
-    return plain
+    return () if ids is None else checked_token_ids(name, ids)
 
 
 def _biases(biases: Any) -> dict[int, float]:
@@ -247,5 +215,5 @@ def _biases(biases: Any) -> dict[int, float]:
         token = int(token) if isinstance(token, str) and token.isdecimal() else token
         if isinstance(bias, bool) or not isinstance(bias, Real) or math.isnan(bias):
             raise ValueError(f"logit_bias must hold numbers, but holds {bias!r} for token {token}")
-        found[_token_id("logit_bias", token)] = min(MAX_BIAS, max(-MAX_BIAS, float(bias)))
+        found[checked_token_id("logit_bias", token)] = min(MAX_BIAS, max(-MAX_BIAS, float(bias)))
     return found

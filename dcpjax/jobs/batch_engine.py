@@ -6,9 +6,9 @@ Joins requests of a batch and the engine; knows nothing about files.
 import os
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
+from dcpjax.api.checks import option_names
 from dcpjax.api.outputs import RequestOutput, StreamEvent
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.frontend.completion import Job
@@ -23,7 +23,7 @@ def open_batch_engine(
     """Load a model; it and the sampling options that its checkpoint asks for."""
     llm = LLM(model, progress=progress, **options)
     own, usual = llm.get_default_sampling_params(), SamplingParams()
-    names = [field.name for field in fields(SamplingParams)]
+    names = option_names(SamplingParams)
     asked = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(usual, name)}
     return BatchEngine(llm), asked
 

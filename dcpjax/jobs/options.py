@@ -1,10 +1,9 @@
 """What a user chooses about a batch job, checked before any file is opened. Knows no files and no engine."""
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from dcpjax.api.sampling_params import check_option_names
+from dcpjax.api.checks import check_bool, check_choice, check_seconds, check_size, from_options
 
 Fsync = Literal["always", "interval", "never"]
 
@@ -40,13 +39,11 @@ class BatchOptions:
 
     def __post_init__(self) -> None:
         for name in ("resume", "overwrite", "retry_errors", "ordered"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}` must be True or False, but is {getattr(self, name)!r}")
-        if self.fsync not in get_args(Fsync):
-            raise ValueError(f"`fsync` must be one of {', '.join(get_args(Fsync))}, but is {self.fsync!r}")
-        _at_least("max_line_bytes", self.max_line_bytes, 2)  # an empty object
-        _at_least("max_in_flight", self.max_in_flight, 1)
-        _seconds("grace_seconds", self.grace_seconds)
+            check_bool(f"`{name}`", getattr(self, name))
+        check_choice("`fsync`", self.fsync, get_args(Fsync))
+        check_size("`max_line_bytes`", self.max_line_bytes, 2)  # an empty object
+        check_size("`max_in_flight`", self.max_in_flight)
+        check_seconds("`grace_seconds`", self.grace_seconds)
         if self.resume and self.overwrite:
             raise ValueError("`resume` must not come with `overwrite`, which throws away what is done; remove one")
         if self.retry_errors and not self.resume:
@@ -55,15 +52,4 @@ class BatchOptions:
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> "BatchOptions":
         """Build from keyword options, refusing an unknown one by name with the nearest valid one."""
-        check_option_names(options, [field.name for field in fields(cls)])
-        return cls(**options)
-
-
-def _at_least(name: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"`{name}` must be an integer of at least {low}, but is {value!r}; use {low} or more")
-
-
-def _seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"`{name}` must be a number of seconds, at least 0, but is {value!r}; use 0 or more")
+        return from_options(cls, options)

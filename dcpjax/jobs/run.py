@@ -7,11 +7,12 @@ import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from dcpjax.api.checks import check_option_names, option_names
 from dcpjax.api.config import EngineConfig
-from dcpjax.api.sampling_params import SamplingParams, check_option_names
+from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.jobs.answered import Answered, survey
 from dcpjax.jobs.job import BatchJob, Completes, Serving
 from dcpjax.jobs.lines import LineReader
@@ -56,7 +57,7 @@ def run_batch(
         ValueError: a mistake in the options, or an output that exists without `resume` or `overwrite`.
         OutputError: the output cannot be written; what is done is kept.
     """
-    names = {kind: [field.name for field in fields(kind)] for kind in (BatchOptions, EngineConfig, SamplingParams)}
+    names = {kind: option_names(kind) for kind in (BatchOptions, EngineConfig, SamplingParams)}
     check_option_names(options, [name for listed in names.values() for name in listed])
     batch, engine, sampling = (
         {name: value for name, value in options.items() if name in listed} for listed in names.values()

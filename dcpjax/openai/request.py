@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal, NoReturn
 
-from dcpjax.api.sampling_params import SamplingParams, check_option_names
+from dcpjax.api.checks import check_option_names
+from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.api.structured_outputs import StructuredOutputsParams
 from dcpjax.jobs.lines import Line
 from dcpjax.openai.response_format import BODY_OPTIONS, from_body

@@ -4,13 +4,12 @@ Knows names and mappings; knows nothing about grammars or tokens.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
-from dcpjax.api.sampling_params import check_option_names
+from dcpjax.api.checks import check_option_names, option_names
 from dcpjax.api.structured_outputs import StructuredOutputsParams
 
-KINDS = tuple(field.name for field in fields(StructuredOutputsParams))
+KINDS = tuple(option_names(StructuredOutputsParams))
 RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 # What a request's body may ask with, under the names of OpenAI and vLLM.
 BODY_OPTIONS = (
