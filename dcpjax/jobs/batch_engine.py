@@ -1,7 +1,4 @@
-"""The real model behind a batch job: lines become jobs of an `LLM`, their results come back as they finish.
-
-Joins requests of a batch and the engine; knows nothing about files.
-"""
+"""Runs the requests of a batch job on an `LLM` and returns their results as they finish."""
 
 import os
 from collections import deque
@@ -12,15 +9,16 @@ from dcpjax.api.checks import option_names
 from dcpjax.api.outputs import RequestOutput, StreamEvent
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.frontend.completion import Job
-from dcpjax.jobs.job import Completes
+from dcpjax.jobs.batch_request import BatchRequest
+from dcpjax.jobs.job import BatchEngineProtocol
 from dcpjax.llm import LLM
-from dcpjax.openai.request import BatchRequest
+from dcpjax.openai.request import RequestBody
 
 
 def open_batch_engine(
     model: str | os.PathLike[str], options: Mapping[str, Any], *, progress: bool
-) -> tuple[Completes, Mapping[str, Any]]:
-    """Load a model; it and the sampling options that its checkpoint asks for."""
+) -> tuple[BatchEngineProtocol, Mapping[str, Any]]:
+    """Load a model. Returns its engine, and the sampling options in which its checkpoint differs from the defaults."""
     llm = LLM(model, progress=progress, **options)
     own, usual = llm.get_default_sampling_params(), SamplingParams()
     names = option_names(SamplingParams)
@@ -29,7 +27,7 @@ def open_batch_engine(
 
 
 class BatchEngine:
-    """Runs the requests of a batch on one model, any number at a time. Keys are the caller's."""
+    """One model, any number of requests at a time. The caller chooses the keys."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -42,7 +40,7 @@ class BatchEngine:
 
     def submit(self, key: int, request: BatchRequest) -> None:
         """Queue a request. Raises ValueError for one that cannot be run."""
-        job = self._job(key, request)
+        job = self._job(key, request.body)
         if job.error is None:
             self._check_max_tokens(job)
             job.events, job.streamed = self._events, False
@@ -78,7 +76,7 @@ class BatchEngine:
         }
 
     def _check_max_tokens(self, job: Job) -> None:
-        """A line that asks for more than can be is refused, not cut short: its author is not there to notice."""
+        """Refuse a line that asks for more tokens than fit, where `LLM.generate` would generate fewer."""
         asked, room = job.params.max_tokens, self._llm.max_model_len - len(job.prompt_token_ids)
         if asked is not None and asked > room:
             raise ValueError(
@@ -86,7 +84,7 @@ class BatchEngine:
                 f"{len(job.prompt_token_ids)} of the prompt), but is {asked}; use {room}"
             )
 
-    def _job(self, key: int, request: BatchRequest) -> Job:
+    def _job(self, key: int, request: RequestBody) -> Job:
         intake, sampling = self._llm.intake, request.sampling
         intake.check_priority(request.priority)
         if request.messages is None:

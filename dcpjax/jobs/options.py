@@ -1,4 +1,4 @@
-"""What a user chooses about a batch job, checked before any file is opened. Knows no files and no engine."""
+"""Options of a batch job, checked before any file is opened."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -13,19 +13,19 @@ class BatchOptions:
     """How a batch job treats its files.
 
     Args:
-        resume: go on where an earlier run into the same output stopped; starts afresh if there is none.
-        overwrite: throw away what the output holds.
+        resume: continue where an earlier run into the same output stopped; starts anew if there was none.
+        overwrite: throw away what the output file holds.
         retry_errors: with `resume`: run again the lines whose record is an error.
-        ordered: once all lines are done, sort the output by input line. Until then records stand in the order
-            in which they were finished, so that none waits for another.
+        ordered: once all lines are done, sort the output by input line. Until then records are in the order
+            in which requests finished.
         fsync: when records are forced to the disk: "always" after each one, "interval" once a second, "never"
-            leaves it to the system. A killed process loses nothing either way; a power failure may.
-        grace_seconds: how long after Ctrl-C or SIGTERM running requests may go on; 0 drops them at once.
-        max_line_bytes: longer lines become error records; more of a line is never held.
-        max_in_flight: most requests that are read ahead of the output, and so are computed again after a crash.
+            leaves it to the system. A killed process loses nothing either way; a power failure may lose records.
+        grace_seconds: how long running requests may continue after Ctrl-C or SIGTERM; 0 drops them at once.
+        max_line_bytes: longer lines become error records and are never held in memory.
+        max_in_flight: most requests that run or wait at once; a crash loses at most these.
 
     Raises:
-        ValueError: a value out of its range, or two that contradict, named in backticks.
+        ValueError: a value out of its range, or two that contradict each other; names are in backticks.
     """
 
     resume: bool = False
