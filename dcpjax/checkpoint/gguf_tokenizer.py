@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from dcpjax.checkpoint.gguf_file import GGUFHeader
+from dcpjax.checkpoint.gguf_header import GGUFHeader, read_header
 
 # numbers of token types, as in llama.cpp
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -114,6 +114,10 @@ def _vocabulary(header: GGUFHeader) -> Vocabulary:
     tokens = header.require("tokenizer.ggml.tokens")
     types = header.fields.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     return Vocabulary(path=header.path, tokens=tokens, types=types, fields=header.fields)
+
+
+def has_tokenizer(path: Path) -> bool:
+    return "tokenizer.ggml.tokens" in read_header(path).fields
 
 
 def gguf_backend(header: GGUFHeader) -> Backend:

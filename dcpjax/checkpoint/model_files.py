@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dcpjax.checkpoint.fp8_source import Block, Fp8Source, fp8_block
-from dcpjax.checkpoint.gguf_file import GGUFSource, gguf_config, has_tokenizer
+from dcpjax.checkpoint.gguf_config import gguf_config
+from dcpjax.checkpoint.gguf_source import GGUFSource
+from dcpjax.checkpoint.gguf_tokenizer import has_tokenizer
 from dcpjax.checkpoint.hub import read_json, resolve_model
 from dcpjax.checkpoint.presets import PRESETS
 from dcpjax.checkpoint.tokenizer import Tokenizer

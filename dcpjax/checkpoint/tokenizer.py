@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from dcpjax.checkpoint.detokenizer import Detokenizer, Leading, text_rule
-from dcpjax.checkpoint.gguf_file import read_header
+from dcpjax.checkpoint.gguf_header import read_header
 from dcpjax.checkpoint.gguf_tokenizer import gguf_backend, gguf_tokenizer_config
 from dcpjax.checkpoint.hub import read_json
 from dcpjax.checkpoint.messages import check_tools, checked_messages, keys

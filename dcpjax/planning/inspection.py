@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from dcpjax.api.sampling_params import SamplingParams
-from dcpjax.checkpoint.gguf_file import GGUFHeader, read_header
+from dcpjax.checkpoint.gguf_header import GGUFHeader, read_header
 from dcpjax.checkpoint.hub import ALIASES, HUB_ID, hub_library, not_given, read_json
+from dcpjax.checkpoint.model_config import resolve_dtype
 from dcpjax.checkpoint.model_files import ModelFiles, open_model
 from dcpjax.checkpoint.presets import PRESETS
 from dcpjax.checkpoint.weight_files import SafetensorsSource
 from dcpjax.models.config import ModelConfig, from_hf
 from dcpjax.planning.sizes import ONE, block_bytes, weight_parts
-from dcpjax.runtime.runner import resolve_dtype
 from dcpjax.sharding.mesh import Layout, legal_layouts
 
 BLOCK = 256  # tokens over which the cache's bytes are counted

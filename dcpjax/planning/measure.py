@@ -18,14 +18,15 @@ import numpy as np
 from dcpjax.api.config import EngineConfig
 from dcpjax.api.outputs import RequestMetrics, counted
 from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.checkpoint.model_config import read_model_config, resolve_dtype
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduled
-from dcpjax.models.config import ModelConfig, from_hf
+from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.planning.sizes import block_bytes
 from dcpjax.runtime.devices import ensure_devices
-from dcpjax.runtime.runner import Runner, overridden, resolve_dtype
+from dcpjax.runtime.runner import Runner
 from dcpjax.sharding.mesh import Layout, check_layout
 
 WARM_UP, PROMPTS = 2, 3  # steps that are not timed; prompts that are
@@ -89,7 +90,7 @@ def bench(
 ) -> Bench:
     """Measure each layout in turn. Raises ValueError for an illegal one before any weight is read."""
     files = open_model(model)
-    config = from_hf(overridden(files.config, options.get("hf_overrides") or {}))
+    config = read_model_config(files.config, options.get("hf_overrides"))
     engines = [_engine(config, layout, sizes, options) for layout in layouts]
     ensure_devices(max(layout.devices for layout in layouts))
     runner, rows = None, []

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dcpjax.checkpoint.hub import ALIASES, HUB_ID, hub_library, not_given, read_json
+from dcpjax.checkpoint.model_config import overridden
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.checkpoint.presets import PRESETS
 from dcpjax.models.config import ModelConfig, from_hf
 from dcpjax.planning.options import PlanOptions
-from dcpjax.runtime.runner import overridden
 
 Model = str | os.PathLike[str] | Mapping[str, Any]
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dcpjax.checkpoint.model_config import resolve_dtype
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.planning.floor import Exchange, Floor, StepCost, exchange, floor, smallest, step_cost
@@ -18,7 +19,7 @@ from dcpjax.planning.model_config import Model, read_config
 from dcpjax.planning.options import RUNNABLE, SPELLINGS, PlanOptions
 from dcpjax.planning.sizes import block_bytes, checkpoint_bytes, weight_bytes
 from dcpjax.planning.table import to_dict, to_html, to_text
-from dcpjax.runtime.runner import CPU_CACHE_BYTES, resolve_dtype
+from dcpjax.runtime.runner import CPU_CACHE_BYTES
 from dcpjax.sharding.merge import MERGES
 from dcpjax.sharding.mesh import Layout, check_layout, legal_layouts
 
