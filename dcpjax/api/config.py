@@ -1,4 +1,4 @@
-"""What a user chooses about an engine, checked before any heavy work. Numbers and names; knows no arrays."""
+"""Options of an engine, checked before any heavy work."""
 
 import os
 from collections.abc import Mapping
@@ -20,38 +20,38 @@ class EngineConfig:
     """Options of `LLM`. Names are those of vLLM where it has them.
 
     Args:
-        tensor_parallel_size: devices in all.
+        tensor_parallel_size: number of devices.
         decode_context_parallel_size: ranks that split the KV cache by token position; divides
             `tensor_parallel_size`.
         dtype: of the weights; "auto" takes the checkpoint's, float16 becoming bfloat16.
-        max_model_len: most tokens of prompt and completion together; None: what the model and the cache allow.
+        max_model_len: most tokens of prompt and completion together. None: what the model and the cache allow.
         max_num_seqs: most requests that run at once.
         max_num_batched_tokens: most tokens in one step; longer prompts run in several. None: 1024 on CPU, else 2048.
-        max_mixed_prefill_tokens: most prompt tokens in a step that also decodes, counted as at the beginning of a
-            prompt (later ones attend to more and cost more), so that nobody waits long for the next token. None: 64
-            on CPU, else 512, while a stream decodes; no bound while only results are waited for.
+        max_mixed_prefill_tokens: most prompt tokens in a step that also decodes, so that running requests need not
+            wait long for their next token. Tokens far into a prompt attend to more, cost more and count for more.
+            None: 64 on CPU, else 512 while a streamed request decodes; no limit while none does.
         block_size: tokens per cache block, counted over all ranks.
-        enable_prefix_caching: share the cache of equal beginnings of prompts.
-        scheduling_policy: "fcfs" serves in order of arrival; "priority" the lowest `priority` of `generate` first.
-        async_scheduling: choose the next step while the last one runs.
-        max_logprobs: most log-probabilities per token that a request may ask for; -1: the whole vocabulary.
-        kv_cache_memory_bytes: cache size per device. None: on CPU 1 GiB divided by the devices, elsewhere
-            what `gpu_memory_utilization` leaves beside the weights.
+        enable_prefix_caching: reuse the cache of prompts that begin with the same tokens.
+        scheduling_policy: "fcfs" runs requests in order of arrival; "priority" those with the lowest `priority` first.
+        async_scheduling: schedule the next step while the current one runs.
+        max_logprobs: most log-probabilities per token that a request may ask for; -1 allows the whole vocabulary.
+        kv_cache_memory_bytes: cache size per device. None: on CPU 1 GiB divided by the number of devices, elsewhere
+            what `gpu_memory_utilization` leaves after the weights.
         gpu_memory_utilization: share of an accelerator's memory to use.
         kv_cache_dtype: "auto" is that of the weights.
         dcp_comm_backend: how ranks merge their partial attention: "ag_rs", "a2a" or "psum"; "auto" takes for each
-            shape of a step the one that the machine's measured links make the fastest ("ag_rs" on CPU).
+            step shape the one that is fastest by the measured speed of the links between devices ("ag_rs" on CPU).
         dcp_overlap: merge the decodes of a step in two halves, so that one half's exchange can hide behind the other's
             attention.
-        dcp_replicate_q: keep the query projection whole on each rank: memory for one collective less.
+        dcp_replicate_q: keep the whole query projection on each rank: more memory, one collective less per layer.
         cp_kv_cache_interleave_size: consecutive positions that one rank stores.
-        seed: of the engine; requests without a seed of their own draw theirs from it.
+        seed: of the engine; the seeds of requests without one are derived from it.
         load_format: "dummy" fills the weights with random numbers and reads no weight file.
-        hf_overrides: entries of config.json to replace, as {"num_hidden_layers": 2}; nested ones are merged.
+        hf_overrides: entries of config.json to replace, such as {"num_hidden_layers": 2}; nested ones are merged.
         compilation_cache: keep compiled programs between runs; True for the user's cache folder, or a folder. The
             first `LLM` of a process decides.
         warmup: which programs are compiled before the first request: "none", each at its first use; "decode", those
-            of steps that only decode; "all", those of prompts too. Of sampling, what greedy requests need.
+            of steps that only decode; "all", those of prompts too. Sampling is compiled for greedy requests only.
     """
 
     tensor_parallel_size: int = 1

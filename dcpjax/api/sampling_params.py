@@ -1,4 +1,4 @@
-"""What a user may ask of generation, checked when it is made. Knows nothing about arrays or the engine."""
+"""Options of one request: how tokens are sampled and when generation ends."""
 
 import math
 from array import array
@@ -21,7 +21,7 @@ from dcpjax.api.checks import (
 from dcpjax.api.structured_outputs import StructuredOutputsParams
 
 MAX_SEED = 2**63 - 1
-MAX_BIAS = 100.0
+MAX_LOGIT_BIAS = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,30 +31,30 @@ class SamplingParams:
     Args:
         n: completions per prompt; completion i of a seeded request uses `seed + i`.
         temperature: 0 takes the most likely token; otherwise logits are divided by it before sampling.
-        top_p: keep the fewest tokens whose probabilities reach this sum (Holtzman et al. 2020).
+        top_p: keep the smallest set of most likely tokens whose probabilities reach this sum (Holtzman et al. 2020).
         top_k: keep this many of the most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this fraction as likely as the most likely one.
         repetition_penalty: above 1 makes tokens of the prompt and of the text so far less likely, below 1 more
             likely (Keskar et al. 2019).
-        frequency_penalty: taken from a token's logit for each time it was generated.
-        presence_penalty: taken from a token's logit once it was generated.
-        logit_bias: numbers added to the logits of these token ids, held within -100 and 100.
-        allowed_token_ids: nothing but these tokens is generated; None allows all.
+        frequency_penalty: subtracted from a token's logit for each time it was generated.
+        presence_penalty: subtracted from a token's logit if it was generated before.
+        logit_bias: numbers added to the logits of these token ids, clipped to -100 and 100.
+        allowed_token_ids: only these tokens are generated; None allows all.
         bad_words: texts that are not generated, neither at the start of a word nor after a space.
-        seed: makes the request's draws depend on nothing but it and the position. None: drawn from the
-            engine's seed and the order in which requests were added.
-        stop: strings that end generation; the text ends before the first of them.
+        seed: makes the random draws of the request depend on this seed and the token's position alone. None:
+            derived from the engine's seed and the order in which requests were added.
+        stop: strings that end generation; the text ends before the one that occurs first.
         stop_token_ids: tokens that end generation, besides the model's own end of sequence.
         include_stop_str_in_output: keep the stop string at the end of the text.
-        ignore_eos: go on after the model's end of sequence.
+        ignore_eos: continue after the model's end of sequence.
         max_tokens: most tokens to generate; None generates up to the model length.
         min_tokens: fewest tokens before end-of-sequence or `stop_token_ids` may be sampled.
-        logprobs: give the log-probability of each generated token and of this many of the most likely ones; -1
-            gives all.
+        logprobs: return the log-probabilities of each generated token and of this many of the most likely ones;
+            -1 returns the whole vocabulary.
         prompt_logprobs: the same for the tokens of the prompt.
-        detokenize: make text of the tokens; `stop` needs it.
+        detokenize: turn tokens into text; `stop` needs it.
         skip_special_tokens: leave special tokens out of the text (never out of the token ids).
-        structured_outputs: what shape the text must have.
+        structured_outputs: a structure that the text must have, such as a JSON schema.
 
     Raises:
         ValueError: a value out of its range, named with the nearest legal one.
@@ -128,7 +128,7 @@ class SamplingParams:
                 )
 
     def _freeze_lists(self) -> None:
-        """What the caller does to its lists later changes nothing here."""
+        """Copy lists, so that later changes by the caller have no effect."""
         set_ = object.__setattr__
         set_(self, "stop", _unique_strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         set_(self, "bad_words", _unique_strings("bad_words", self.bad_words))
@@ -141,7 +141,7 @@ class SamplingParams:
                 raise ValueError("allowed_token_ids must hold at least one token id, but is empty; use None for all")
 
     def _make_plain(self) -> None:
-        """Numbers of NumPy and the like become Python's own."""
+        """Turn numbers of NumPy and the like into Python's int and float."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Integral) and not isinstance(value, bool):
@@ -163,12 +163,12 @@ class SamplingParams:
 
     @cached_property
     def allowed_bits(self) -> bytes:
-        """`allowed_token_ids` as bits; see `bitmask`."""
+        """`allowed_token_ids` as packed by `bitmask.pack`."""
         return pack(self.allowed_token_ids or ())
 
     @cached_property
     def bias_arrays(self) -> tuple[array, array]:
-        """Token ids (int32) and numbers (float32) of `logit_bias`."""
+        """The token ids (int32) and values (float32) of `logit_bias`."""
         bias = self.logit_bias or {}
         return array("i", bias), array("f", bias.values())
 
@@ -207,7 +207,7 @@ def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
 
 
 def _biases(biases: Any) -> dict[int, float]:
-    """Ids may be digits in a string, as JSON has them. Numbers beyond the limits are held within, as in vLLM."""
+    """Ids may be strings of digits, as in JSON. Values are clipped to [-100, 100], as in vLLM."""
     if not isinstance(biases, Mapping):
         raise ValueError(f"logit_bias must be a mapping from token id to number, but is {biases!r}")
     found = {}
@@ -215,5 +215,5 @@ def _biases(biases: Any) -> dict[int, float]:
         token = int(token) if isinstance(token, str) and token.isdecimal() else token
         if isinstance(bias, bool) or not isinstance(bias, Real) or math.isnan(bias):
             raise ValueError(f"logit_bias must hold numbers, but holds {bias!r} for token {token}")
-        found[checked_token_id("logit_bias", token)] = min(MAX_BIAS, max(-MAX_BIAS, float(bias)))
+        found[checked_token_id("logit_bias", token)] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, float(bias)))
     return found

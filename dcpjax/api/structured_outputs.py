@@ -1,4 +1,4 @@
-"""What shape a request's text must have, checked when it is asked for. Knows nothing about how a guide keeps it."""
+"""The structure that a request demands of its generated text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ class StructuredOutputsParams:
     Args:
         json: a JSON schema, as a mapping or as its text.
         regex: a regular expression that the whole text must match.
-        choice: the texts of which one must be generated.
+        choice: texts, one of which must be generated.
         grammar: a context-free grammar, in Lark's form or as GBNF.
         json_object: True for any JSON object.
 
     Raises:
-        ValueError: none or several given, or one of a wrong kind.
+        ValueError: none or several are given, or one has the wrong type.
     """
 
     json: str | dict[str, Any] | None = None

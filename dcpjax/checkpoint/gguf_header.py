@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dcpjax.checkpoint.weight_files import missing_tensor
+from dcpjax.checkpoint.weight_files import missing_tensor_message
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"  # a tensor that belongs to the config
@@ -52,7 +52,7 @@ class GGUFHeader:
 
     def tensor(self, name: str) -> GGUFTensor:
         if name not in self.tensors:
-            raise ValueError(missing_tensor(name, self.tensors, self.path))
+            raise ValueError(missing_tensor_message(name, self.tensors, self.path))
         return self.tensors[name]
 
     @property

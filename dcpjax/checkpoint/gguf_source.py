@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from dcpjax.checkpoint.gguf_header import ROPE_FACTORS, GGUFTensor, read_header
-from dcpjax.checkpoint.weight_files import missing_tensor
+from dcpjax.checkpoint.weight_files import missing_tensor_message
 
 # Tensor types that need no dequantising, by GGML's number.
 PLAIN_TYPES = {
@@ -69,7 +69,7 @@ class GGUFSource:
         return PLAIN_TYPES.get(self._entry(name).type, np.dtype(np.float32))
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A copy of `tensor[index]`. The rows dequantised last are cached, since several devices may read parts of them."""
+        """A copy of `tensor[index]`. The rows dequantised last are cached for the next device that reads them."""
         tensor = self._entry(name)
         full = (*index, *[slice(None)] * (len(tensor.shape) - len(index)))
         order = self._row_order(name, tensor)
@@ -81,7 +81,7 @@ class GGUFSource:
 
     def _entry(self, name: str) -> GGUFTensor:
         if name not in self._tensors:
-            raise ValueError(missing_tensor(name, self._tensors, self._header.path))
+            raise ValueError(missing_tensor_message(name, self._tensors, self._header.path))
         return self._tensors[name]
 
     def _row_order(self, name: str, tensor: GGUFTensor) -> np.ndarray | None:

@@ -15,7 +15,7 @@ from dcpjax.jobs.output_file import OutputFile
 from dcpjax.jobs.progress import Progress
 from dcpjax.jobs.record import encode_record, error_record, result_record
 
-WAIT_SECONDS = 0.2  # for a line from a pipe while nothing runs; then a stop is looked for
+WAIT_SECONDS = 0.2  # for a line from a pipe while nothing runs, before `stop` is asked again
 LINES_PER_TURN = 512
 MAX_BYTES_IN_FLIGHT = 1 << 28
 

@@ -22,7 +22,7 @@ class BatchOptions:
             leaves it to the system. A killed process loses nothing either way; a power failure may lose records.
         grace_seconds: how long running requests may continue after Ctrl-C or SIGTERM; 0 drops them at once.
         max_line_bytes: longer lines become error records and are never held in memory.
-        max_in_flight: most requests that run or wait at once; a crash loses at most these.
+        max_in_flight: most requests in the engine at once; after a crash at most these are computed again.
 
     Raises:
         ValueError: a value out of its range, or two that contradict each other; names are in backticks.
