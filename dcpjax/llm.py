@@ -7,10 +7,11 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from dcpjax.api.checks import check_option_names
 from dcpjax.api.config import EngineConfig
 from dcpjax.api.outputs import RequestOutput, StreamEvent
 from dcpjax.api.progress import bar
-from dcpjax.api.sampling_params import SamplingParams, check_option_names
+from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.checkpoint.model_files import ModelFiles, open_model
 from dcpjax.checkpoint.tokenizer import Tokenizer
 from dcpjax.engine.engine import Engine

@@ -11,7 +11,8 @@ import pytest
 from harness import GOLDENS
 
 from dcpjax.api.sampling_params import SamplingParams
-from dcpjax.checkpoint.gguf_file import GGUFSource, read_header
+from dcpjax.checkpoint.gguf_header import read_header
+from dcpjax.checkpoint.gguf_source import GGUFSource
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduled

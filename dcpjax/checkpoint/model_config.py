@@ -1,4 +1,4 @@
-"""From a checkpoint's config.json and the user's changes to it to the model's numbers."""
+"""A model's config.json, with the user's changes, as a `ModelConfig`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,12 +7,20 @@ from dcpjax.models.config import ModelConfig, from_hf
 
 
 def read_model_config(config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Parse a config with `hf_overrides` applied. Raises ValueError naming a key that is missing or not supported."""
+    """The sizes of a model.
+
+    Args:
+        config: the entries of config.json.
+        overrides: entries to replace, as the option `hf_overrides`.
+
+    Raises:
+        ValueError: a family or an option of one that is not supported.
+    """
     return from_hf(overridden(config, overrides or {}))
 
 
 def overridden(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with entries replaced; a mapping changes only the entries it names."""
+    """`config` with entries replaced. Where old and new value are mappings, only the entries of the new one change."""
     merged = dict(config)
     for key, value in changes.items():
         old = merged.get(key)
@@ -23,7 +31,7 @@ def overridden(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
 
 
 def resolve_dtype(choice: str, config: ModelConfig) -> str:
-    """The weights' dtype: the user's choice, or the checkpoint's with float16 read as bfloat16."""
+    """The dtype of the weights: the user's choice, or for "auto" the checkpoint's, bfloat16 in place of float16."""
     if choice != "auto":
         return choice
     return "float32" if config.dtype == "float32" else "bfloat16"

@@ -15,15 +15,15 @@ from dcpjax.api.config import EngineConfig
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.cli.flags import Flags, Parser, add_options, field_helps, flag
 from dcpjax.cli.model import MODELS_OWN, SEED, Choice, add_loudness_flags, say
-from dcpjax.jobs.job import Completes, Serving
+from dcpjax.jobs.job import BatchDefaults, BatchEngineProtocol
 from dcpjax.jobs.options import BatchOptions
 from dcpjax.jobs.output_file import OutputError
 from dcpjax.jobs.run import BatchFiles, OpenEngine, run_files
-from dcpjax.jobs.stop import Stop
-from dcpjax.jobs.tally import Tally
-from dcpjax.openai.request import MAX_TOKENS
+from dcpjax.jobs.statistics import JobStatistics
+from dcpjax.jobs.stop import StopOnSignal
+from dcpjax.openai.request import DEFAULT_MAX_TOKENS
 
-COMPLETION_TOKENS = MAX_TOKENS["completion"] or 1
+COMPLETION_TOKENS = DEFAULT_MAX_TOKENS["completion"] or 1
 _LINES_ONLY = ("logit_bias", "structured_outputs", "detokenize")
 _WORDS = {"input": "INPUT", "status_file": "--status-file"}  # what errors call an option -> what was typed
 
@@ -86,28 +86,35 @@ def run(flags: Flags, open_engine: OpenEngine | None = None) -> int:
 
 def _run(flags: Flags, open_engine: OpenEngine | None) -> int:
     choice = Choice.from_flags(flags, max_tokens=COMPLETION_TOKENS)
-    files, options, tally = _files(flags), BatchOptions.from_options(flags.options(BatchOptions)), Tally()
+    files, options = _files(flags), BatchOptions.from_options(flags.options(BatchOptions))
+    statistics = JobStatistics()
     advice, json_logs = f"to go on: {resume_line(sys.argv)}", flags.get("json_logs", False)
     quiet = flags.get("quiet", False)
     open_engine = open_engine or _opener(choice, progress=not json_logs and not quiet)
-    with Stop(advice=advice) as stop:
+    with StopOnSignal(advice=advice) as stop:
         try:
-            serving = _serving(flags, choice)
             run_files(
-                files, options, serving, open_engine, tally=tally, shown=not quiet, json_logs=json_logs, stop=stop.asked
+                files,
+                options,
+                _defaults(flags, choice),
+                open_engine,
+                statistics=statistics,
+                shown=not quiet,
+                json_logs=json_logs,
+                stop=stop.requested,
             )
         except Exception:
-            if tally.started_at is not None:
+            if statistics.started_at is not None:
                 say(f"dcpjax: {advice}")
             raise
-    if tally.state == "stopped":
+    if statistics.state == "stopped":
         say(f"dcpjax: stopped. {advice}")
         return stop.exit_code
-    return int(bool(tally.errors) and flags.get("fail_on_errors", False))
+    return int(bool(statistics.errors) and flags.get("fail_on_errors", False))
 
 
 def _opener(choice: Choice, *, progress: bool) -> OpenEngine:
-    def open_engine() -> tuple[Completes, Mapping[str, Any]]:
+    def open_engine() -> tuple[BatchEngineProtocol, Mapping[str, Any]]:
         from dcpjax.jobs.batch_engine import open_batch_engine
 
         return open_batch_engine(choice.model, choice.engine, progress=progress)
@@ -125,10 +132,10 @@ def _files(flags: Flags) -> BatchFiles:
     return BatchFiles(input=inputs[0], output=flags.get("output"), status=flags.get("status_file"))
 
 
-def _serving(flags: Flags, choice: Choice) -> Serving:
+def _defaults(flags: Flags, choice: Choice) -> BatchDefaults:
     given = flags.options(SamplingParams)
     seed = given.pop("seed", None) or 0
-    return Serving(model=flags.get("served_model_name", choice.model), defaults=given, seed=seed)
+    return BatchDefaults(model=flags.get("served_model_name", choice.model), sampling=given, seed=seed)
 
 
 def spell(sentence: str) -> str:

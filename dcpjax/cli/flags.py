@@ -13,8 +13,9 @@ from dataclasses import Field, dataclass, fields
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
+from dcpjax.api.checks import check_option_names
 from dcpjax.api.config import EngineConfig
-from dcpjax.api.sampling_params import SamplingParams, check_option_names
+from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.api.structured_outputs import StructuredOutputsParams
 from dcpjax.planning.options import PlanOptions
 from dcpjax.simulation.options import SimOptions

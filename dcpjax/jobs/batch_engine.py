@@ -1,36 +1,34 @@
-"""The real model behind a batch job: lines become jobs of an `LLM`, their results come back as they finish.
-
-Joins requests of a batch and the engine; knows nothing about files.
-"""
+"""Runs the requests of a batch job on an `LLM` and returns their results as they finish."""
 
 import os
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
+from dcpjax.api.checks import option_names
 from dcpjax.api.outputs import RequestOutput, StreamEvent
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.frontend.completion import RunningPrompt
 from dcpjax.frontend.submission import Submission
-from dcpjax.jobs.job import Completes
+from dcpjax.jobs.batch_request import BatchRequest
+from dcpjax.jobs.job import BatchEngineProtocol
 from dcpjax.llm import LLM
-from dcpjax.openai.request import BatchRequest
+from dcpjax.openai.request import RequestBody
 
 
 def open_batch_engine(
     model: str | os.PathLike[str], options: Mapping[str, Any], *, progress: bool
-) -> tuple[Completes, Mapping[str, Any]]:
-    """Load a model; it and the sampling options that its checkpoint asks for."""
+) -> tuple[BatchEngineProtocol, Mapping[str, Any]]:
+    """Load a model. Returns its engine, and the sampling options in which its checkpoint differs from the defaults."""
     llm = LLM(model, progress=progress, **options)
     own, usual = llm.get_default_sampling_params(), SamplingParams()
-    names = [field.name for field in fields(SamplingParams)]
+    names = option_names(SamplingParams)
     asked = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(usual, name)}
     return BatchEngine(llm), asked
 
 
 class BatchEngine:
-    """Runs the requests of a batch on one model, any number at a time. Keys are the caller's."""
+    """One model, any number of requests at a time. The caller chooses the keys."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -43,7 +41,7 @@ class BatchEngine:
 
     def submit(self, key: int, request: BatchRequest) -> None:
         """Queue a request. Raises ValueError for one that cannot be run."""
-        submission = self._submission(key, request)
+        submission = self._submission(key, request.body)
         if submission.error is None:
             self._check_max_tokens(submission)
         prompt = RunningPrompt(submission, self._events)
@@ -78,7 +76,7 @@ class BatchEngine:
         }
 
     def _check_max_tokens(self, submission: Submission) -> None:
-        """A line that asks for more than can be is refused, not cut short: its author is not there to notice."""
+        """Refuse a line that asks for more tokens than fit, where `LLM.generate` would generate fewer."""
         prompt_tokens = len(submission.prompt_token_ids)
         asked, room = submission.params.max_tokens, self._llm.max_model_len - prompt_tokens
         if asked is not None and asked > room:
@@ -87,7 +85,7 @@ class BatchEngine:
                 f"{prompt_tokens} of the prompt), but is {asked}; use {room}"
             )
 
-    def _submission(self, key: int, request: BatchRequest) -> Submission:
+    def _submission(self, key: int, request: RequestBody) -> Submission:
         intake, sampling = self._llm.intake, request.sampling
         intake.check_priority(request.priority)
         if request.messages is None:

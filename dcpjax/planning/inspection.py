@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dcpjax.api.sampling_params import SamplingParams
-from dcpjax.checkpoint.gguf_file import GGUFHeader, read_header
-from dcpjax.checkpoint.hub import ALIASES, HUB_ID, hub_library, not_given, read_json
+from dcpjax.checkpoint.gguf_header import GGUFHeader, read_header
+from dcpjax.checkpoint.hub import ALIASES, HUB_ID, hub_error, hub_library, read_json
 from dcpjax.checkpoint.model_config import resolve_dtype
 from dcpjax.checkpoint.model_files import ModelFiles, open_model
 from dcpjax.checkpoint.presets import PRESETS
@@ -192,7 +192,7 @@ def _hub_folder(name: str) -> str:
             name, allow_patterns=["*.json", "*.jinja"], ignore_patterns=["*/*", "consolidated*"]
         )
     except Exception as error:
-        raise not_given(name, error) from error
+        raise hub_error(name, error) from error
 
 
 def _hub_tensors(name: str) -> Iterable[tuple[str, int]]:
@@ -201,7 +201,7 @@ def _hub_tensors(name: str) -> Iterable[tuple[str, int]]:
     try:
         metadata = hub.get_safetensors_metadata(name)
     except Exception as error:
-        raise not_given(name, error) from error
+        raise hub_error(name, error) from error
     for file in metadata.files_metadata.values():
         for tensor in file.tensors.values():
             yield tensor.dtype, tensor.data_offsets[1] - tensor.data_offsets[0]

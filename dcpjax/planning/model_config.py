@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dcpjax.checkpoint.hub import ALIASES, HUB_ID, hub_library, not_given, read_json
+from dcpjax.checkpoint.hub import ALIASES, HUB_ID, hub_error, hub_library, read_json
 from dcpjax.checkpoint.model_config import overridden
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.checkpoint.presets import PRESETS
@@ -61,4 +61,4 @@ def _fetched_config(name: str) -> Path:
         return Path(hub.hf_hub_download(name, "config.json"))
     except Exception as error:
         kinds = f"a preset ({', '.join(PRESETS)}), a local path or a model on the hub"
-        raise not_given(name, error, what="its config.json", kinds=kinds) from error
+        raise hub_error(name, error, what="its config.json", kinds=kinds) from error

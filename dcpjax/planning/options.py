@@ -1,11 +1,11 @@
 """What a user asks the planner, checked as far as it can be without the model. Numbers and names only."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from dcpjax.api.checks import check_choice, check_share, check_size, from_options
 from dcpjax.api.config import CommBackend
-from dcpjax.api.sampling_params import check_option_names
 from dcpjax.planning.hardware import find_hardware
 
 PlannedDtype = Literal["auto", "float32", "bfloat16", "fp8", "nvfp4", "f32", "bf16", "fp4"]
@@ -60,37 +60,21 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "block_size"):
-            _at_least(1, name, getattr(self, name))
+            check_size(name, getattr(self, name))
         for name in ("decode_context_parallel_size", "context_length", "concurrency", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
-                _at_least(1, name, getattr(self, name))
-        _at_least(0, "workspace_bytes", self.workspace_bytes)
+                check_size(name, getattr(self, name))
+        check_size("workspace_bytes", self.workspace_bytes, 0)
         if self.output_length is not None:
-            _at_least(0, "output_length", self.output_length)
+            check_size("output_length", self.output_length, 0)
         find_hardware(self.hardware)  # raises for what is none
-        for name, choices in (
-            ("dtype", get_args(PlannedDtype)),
-            ("kv_cache_dtype", get_args(PlannedDtype)),
-            ("dcp_comm_backend", get_args(CommBackend)),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, but is {getattr(self, name)!r}")
-        _share("unique_token_fraction", self.unique_token_fraction, least_allowed=True)
-        _share("gpu_memory_utilization", self.gpu_memory_utilization, least_allowed=False)
+        check_choice("dtype", self.dtype, get_args(PlannedDtype))
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(PlannedDtype))
+        check_choice("dcp_comm_backend", self.dcp_comm_backend, get_args(CommBackend))
+        check_share("unique_token_fraction", self.unique_token_fraction, zero_allowed=True)
+        check_share("gpu_memory_utilization", self.gpu_memory_utilization)
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> "PlanOptions":
         """Build from keyword options, refusing an unknown one by name with the nearest valid one."""
-        check_option_names(options, [field.name for field in fields(cls)])
-        return cls(**options)
-
-
-def _at_least(least: int, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, but is {value!r}; use {least} or more")
-
-
-def _share(name: str, value: Any, *, least_allowed: bool) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (0 < value <= 1 or (least_allowed and value == 0)):
-        raise ValueError(f"{name} must be in {'[' if least_allowed else '('}0, 1], but is {value!r}; use 0.9")
+        return from_options(cls, options)

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from dcpjax.api.checks import check_bool, check_choice, check_size, from_options, is_number
 from dcpjax.api.config import CommBackend
-from dcpjax.api.sampling_params import check_option_names
 from dcpjax.planning.options import PlannedDtype, PlanOptions
 
 Arrivals = Literal["trace", "all", "closed"]
@@ -79,19 +79,17 @@ class SimOptions:
     def __post_init__(self) -> None:
         PlanOptions(**self.planned())  # refuses what the planner refuses
         for name in ("concurrency", "max_num_seqs", "max_num_batched_tokens", "max_mixed_prefill_tokens"):
-            _at_least_one(name, getattr(self, name))
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ValueError(f"enable_prefix_caching must be True or False, but is {self.enable_prefix_caching!r}")
-        if self.arrivals not in get_args(Arrivals):
-            raise ValueError(f"arrivals must be one of {', '.join(get_args(Arrivals))}, but is {self.arrivals!r}")
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_choice("arrivals", self.arrivals, get_args(Arrivals))
         self._check_concurrency()
         self._check_speedup()
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> "SimOptions":
         """Build from keyword options, refusing an unknown one by name with the nearest valid one."""
-        check_option_names(options, [field.name for field in fields(cls)])
-        return cls(**options)
+        return from_options(cls, options)
 
     @property
     def seats(self) -> int:
@@ -113,12 +111,7 @@ class SimOptions:
 
     def _check_speedup(self) -> None:
         value = self.speedup
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if not is_number(value) or not 0 < value < math.inf:
             raise ValueError(f"speedup must be a positive number, but is {value!r}; use 1")
         if value != 1 and self.arrivals != "trace":
             raise ValueError(f"speedup must be 1 where arrivals={self.arrivals}, but is {value}; use arrivals=trace")
-
-
-def _at_least_one(name: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{name} must be an integer of at least 1, but is {value!r}; use 1 or more")

@@ -4,7 +4,6 @@ import pytest
 
 from dcpjax import LLM, SamplingParams
 from dcpjax.api.config import EngineConfig
-from dcpjax.checkpoint.model_config import overridden
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.checkpoint.presets import PRESETS
 from dcpjax.models import decoder
@@ -160,17 +159,6 @@ def test_a_cut_preset_runs_on_dummy_weights():
     (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)
     assert output.outputs[0].finish_reason == "length"
     assert len(output.outputs[0].token_ids) == 4
-
-
-def test_overrides_replace_entries_and_merge_nested_ones():
-    config = {"a": 1, "text_config": {"b": 2, "c": 3}, "d": {"e": 4}}
-    assert overridden(config, {"a": 5, "text_config": {"b": 6}, "d": None, "f": {"g": 7}}) == {
-        "a": 5,
-        "text_config": {"b": 6, "c": 3},
-        "d": None,
-        "f": {"g": 7},
-    }
-    assert config == {"a": 1, "text_config": {"b": 2, "c": 3}, "d": {"e": 4}}
 
 
 def test_overrides_must_be_a_mapping():
