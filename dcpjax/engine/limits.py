@@ -1,16 +1,16 @@
-"""What one step of a model may hold on one kind of machine. Numbers only; knows no arrays and no requests."""
+"""What one step of a model may hold on one platform."""
 
 from dcpjax.engine.scheduler import PrefillBudget, StepLimits
 from dcpjax.models import flops
 from dcpjax.models.config import ModelConfig
 
-# Time of one of attention's multiply-adds over that of a matrix product's: measured on CPU, where a few tokens late in
-# a long prompt mostly wait for its cache; accelerators run both on the same units.
+# How long a multiply-add of attention takes, relative to one of a matrix product. Measured on CPU, where a few tokens
+# late in a long prompt mostly wait for memory; accelerators run both on the same units.
 ATTENTION_COST = {"cpu": 3.0}
-# Prompt work beside decodes on CPU, as a share of what as many tokens' products take: with the head, which every decode
-# reads and prompts do not need, about as long again as a decode takes.
+# Prompt tokens beside decodes on CPU, before the head is counted: such a step takes about twice as long as a step of
+# decodes alone. Decodes read the head as well, prompts do not need it.
 MIXED_WORK = 40
-# Tokens of a step of decodes and prompts on CPU: the smallest bucket, whose products cost little more than a decode's.
+# Tokens of a step of decodes and prompts on CPU: the smallest bucket, whose products cost little more than decodes'.
 MIXED_STEP = 32
 
 
@@ -23,7 +23,7 @@ def step_limits(
     max_mixed_prefill_tokens: int | None,
     enable_prefix_caching: bool,
 ) -> StepLimits:
-    """The user's choice, and for what he left open what suits the platform."""
+    """The user's choices, and the platform's defaults where the user made none."""
     on_cpu = platform == "cpu"
     per_token = flops.per_token(config)
     decode_work = round(MIXED_WORK * (1 + flops.per_choice(config) / per_token))

@@ -1,7 +1,7 @@
-"""Compiling a model's programs before the first request: which steps an engine can meet, and all of them at once.
+"""Compiling a model's programs before the first request: one example step of each shape that an engine can meet.
 
-A step's shape is its rows and its tokens, rounded up to buckets; one example of each shape is enough to compile for.
-Sampling is compiled for greedy requests, whatever a batch holds besides is compiled at its first use. Knows no arrays.
+A step's shape is its rows and its tokens, rounded up to buckets. Sampling is compiled for greedy requests; other
+sampling options compile at their first use.
 """
 
 import os
@@ -35,7 +35,7 @@ def warm_up(runner: Runner, choice: Warmup, *, threads: int | None = None) -> No
 
 
 def steps(shapes: ShapeBuckets, max_model_len: int, choice: Warmup) -> list[Step]:
-    """An example of each shape, the longest first."""
+    """An example step of each shape, the largest first."""
     found = list(decode_steps(shapes))
     if choice == "all":
         found += prompt_steps(shapes, max_model_len)
@@ -48,7 +48,7 @@ def decode_steps(shapes: ShapeBuckets) -> Iterator[Step]:
 
 
 def prompt_steps(shapes: ShapeBuckets, max_model_len: int) -> Iterator[Step]:
-    """Steps of each number of tokens, with each number of rows that can have so many."""
+    """Steps of each number of tokens, with each number of rows that can hold so many."""
     fewer = 0  # tokens that still fit the bucket before
     for tokens in _buckets(shapes.tokens, shapes.max_tokens):
         for bucket in _buckets(shapes.prompt_rows, _most_rows(shapes)):
@@ -59,9 +59,9 @@ def prompt_steps(shapes: ShapeBuckets, max_model_len: int) -> Iterator[Step]:
 
 
 def _steps(counts: list[int], shapes: ShapeBuckets) -> Iterator[Step]:
-    """Entries of so many tokens: all choose a next one, or so few that the choice has a smaller shape."""
-    for choosing in _buckets(shapes.rows, len(counts)):
-        yield [_entry(number, count, number < choosing) for number, count in enumerate(counts)]
+    """Entries of so many tokens each. All are sampled, or fewer, so that the sampled rows have a smaller shape."""
+    for sampled in _buckets(shapes.rows, len(counts)):
+        yield [_entry(number, count, number < sampled) for number, count in enumerate(counts)]
 
 
 def _entry(number: int, count: int, samples: bool) -> Scheduled:
@@ -79,7 +79,7 @@ def _most_rows(shapes: ShapeBuckets) -> int:
 
 
 def _run(jobs: Iterable[Callable[[], Any]], threads: int) -> None:
-    """All of them; when one fails or the user interrupts, those not yet begun are dropped."""
+    """Run all jobs. When one fails or the user interrupts, those not yet begun are dropped."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="compile")
     try:
         for done in [pool.submit(job) for job in jobs]:

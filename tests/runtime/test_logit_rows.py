@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dcpjax.engine.scheduler import Scheduled
 from dcpjax.runtime.batch import build
-from dcpjax.runtime.logit_rows import LEAST_SCORED, SampledRows, ScoredTokens, choosing_rows, scored_tokens
+from dcpjax.runtime.logit_rows import LEAST_SCORED, SampledRows, ScoredTokens, sampled_entries, scored_tokens
 
 VOCAB = 64
 
@@ -50,7 +50,7 @@ def test_options_of_those_that_do_not_choose_are_not_part_of_the_choice():
 @given(st.integers(0, 2**32 - 1))
 def test_each_choice_follows_from_the_last_token_of_its_request(seed):
     step = steps(seed, SHAPES)
-    batch, found, rows = build(step, SHAPES, GEOMETRY), choice(*step), choosing_rows(step)
+    batch, found, rows = build(step, SHAPES, GEOMETRY), choice(*step), sampled_entries(step)
     assert (found is None) == (not rows)
     if found is not None:
         assert len(found.indices) == len(found.options.seat) == SHAPES.rows(len(rows))
