@@ -8,7 +8,7 @@ from dcpjax.cli.flags import Flags, Parser, add_options, integer, integers, spel
 from dcpjax.cli.model import Loudness, add_loudness_flags, add_model_flag, check_model
 
 if TYPE_CHECKING:
-    from dcpjax.planning.measure import Bench
+    from dcpjax.planning.measure import BenchResult
 
 BATCH_SIZES, CONTEXT, STEPS = (1, 8, 32), 512, 10
 LAYOUT = ("tensor_parallel_size", "decode_context_parallel_size")
@@ -98,7 +98,7 @@ def _at_least(least: int, name: str, value: int) -> None:
         raise ValueError(f"{name} must be at least {least}, but is {value}; use {least}")
 
 
-def to_text(found: "Bench") -> str:
+def to_text(found: "BenchResult") -> str:
     """What was measured, then a row for each layout and batch size."""
     headings = ("tp x dcp", "batch", "step ms", "tokens/s", "ratio", "prefill tokens/s", "ratio")
     lines = [headings, *(_cells(found, number) for number in range(len(found.rows)))]
@@ -107,7 +107,7 @@ def to_text(found: "Bench") -> str:
     return "\n".join([*_heading(found), "", *table])
 
 
-def _heading(found: "Bench") -> list[str]:
+def _heading(found: "BenchResult") -> list[str]:
     sizes = found.sizes
     return [
         f"{found.model}, weights {found.dtype}, cache {found.kv_cache_dtype}; {found.machine}",
@@ -117,7 +117,7 @@ def _heading(found: "Bench") -> list[str]:
     ]
 
 
-def _cells(found: "Bench", number: int) -> tuple[str, ...]:
+def _cells(found: "BenchResult", number: int) -> tuple[str, ...]:
     row = found.rows[number]
     decode, prefill = found.ratios(row)
     return (

@@ -8,7 +8,7 @@ from harness import GOLDENS
 from dcpjax.cli import main
 from dcpjax.cli.bench import to_text
 from dcpjax.planning import measure
-from dcpjax.planning.measure import Bench, BenchSizes, Measured, bench
+from dcpjax.planning.measure import BenchResult, BenchRow, BenchSizes, bench
 from dcpjax.runtime.runner import Runner
 from dcpjax.sharding.mesh import Layout
 
@@ -18,10 +18,10 @@ SMALL = {"block_size": 16, "max_num_batched_tokens": 32, "dtype": "float32"}
 
 
 def measured(dcp, batch_size, step_seconds, prefill):
-    return Measured(tp=1, dcp=dcp, batch_size=batch_size, step_seconds=step_seconds, prefill_tokens_per_second=prefill)
+    return BenchRow(tp=1, dcp=dcp, batch_size=batch_size, step_seconds=step_seconds, prefill_tokens_per_second=prefill)
 
 
-MADE_UP = Bench(
+MADE_UP = BenchResult(
     model="m",
     machine="8 cpu devices",
     dtype="bfloat16",
