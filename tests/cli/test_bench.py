@@ -44,7 +44,7 @@ def test_ratios_are_speed_over_the_first_layout_at_the_same_batch_size():
 def test_text_says_what_was_measured_and_has_a_row_for_each():
     heading, *rest = to_text(MADE_UP).splitlines()
     assert heading == "m, weights bfloat16, cache float32; 8 cpu devices"
-    assert "median of 2 decode steps at 40 tokens a request" in rest[0]
+    assert "median of 2 decode steps, run one by one at 40 tokens per request" in rest[0]
     assert [line.split() for line in rest[-2:]] == [
         ["1", "x", "8", "1", "50.0", "20.0", "2.00", "50.0", "0.50"],
         ["1", "x", "8", "3", "400.0", "7.5", "0.50", "50.0", "0.50"],
@@ -103,7 +103,7 @@ def test_the_command_prints_json(capsys, monkeypatch):
 
 
 MISTAKES = [
-    (["--model", MODEL, "8,1"], "bench must have no words after its flags, but has '8,1'; remove it"),
+    (["--model", MODEL, "8,1"], "bench must have flags only, but has '8,1'; remove it"),
     ([], "--model must name a model, but is not given"),
     (
         ["--model", MODEL, "--layouts", "8"],

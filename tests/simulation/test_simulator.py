@@ -529,7 +529,7 @@ import sys
 from dcpjax.cli import simulate
 from dcpjax.cli.flags import Flags
 try:
-    simulate.run(Flags(words=["trace", "kimi-k2"], given={"concurrency": [0]}))
+    simulate.run(Flags(positionals=["trace", "kimi-k2"], given={"concurrency": [0]}))
 except ValueError as error:
     print(error, sorted({"jax", "numpy", "flax"} & set(sys.modules)))
 """
