@@ -1,4 +1,4 @@
-"""What a user asks the planner, checked as far as it can be without the model. Numbers and names only."""
+"""The options of `plan`, checked as far as possible without the model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,35 +10,36 @@ from dcpjax.planning.hardware import find_hardware
 
 PlannedDtype = Literal["auto", "float32", "bfloat16", "fp8", "nvfp4", "f32", "bf16", "fp4"]
 SPELLINGS = {"f32": "float32", "bf16": "bfloat16", "fp4": "nvfp4"}
-RUNNABLE = ("float32", "bfloat16")  # what the engine computes with; the others can be planned only
+RUNNABLE = ("float32", "bfloat16")  # the engine computes with these; the others can only be planned
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of `plan`. Names are those of `LLM` where it has them.
+    """Options of `plan`. Options that `LLM` has too have the same names.
 
     Args:
         tensor_parallel_size: devices in all.
-        decode_context_parallel_size: ranks that split the KV cache by token position. None: the fewest that store
-            the cache the fewest times.
-        hardware: b200, h200, h100, mi300x, tpu-v5p, tpu-v6e or cpu; or numbers of one device, as
-            memory=180GB,bandwidth=8TB/s,link=900GB/s, also latency=2us, flops=2250TFLOPS; or a name and what differs.
-        dtype: of the weights; fp8 and nvfp4 (fp4) can be planned, but the engine cannot run them. "auto" is what the
-            engine takes.
-        kv_cache_dtype: of the cache; "auto" is that of the weights, bfloat16 where those are quantised.
-        context_length: tokens of each prompt. None: 32768, or what the model and `output_length` allow.
-        output_length: tokens of each completion. None: 1024, or what the model allows.
-        unique_token_fraction: share of each prompt that no other request has; the rest is one common prefix, stored
-            once.
+        decode_context_parallel_size: ranks that split the KV cache by token position. None: the smallest number that
+            stores the fewest copies of the cache.
+        hardware: the device: b200, h200, h100, mi300x, tpu-v5p, tpu-v6e or cpu; or its numbers, such as
+            memory=180GB,bandwidth=8TB/s,link=900GB/s (also latency=2us, flops=2250TFLOPS); or a name with changes,
+            such as b200,memory=192GB.
+        dtype: dtype of the weights. fp8 and nvfp4 (or fp4) can be planned, but the engine cannot run them. "auto": what
+            the engine would choose.
+        kv_cache_dtype: dtype of the cache. "auto": that of the weights, or bfloat16 if the weights are quantised.
+        context_length: tokens of each prompt. None: 32768, or as many as the model and `output_length` allow.
+        output_length: tokens of each completion. None: 1024, or as many as the model allows.
+        unique_token_fraction: share of each prompt that no other request has; the rest is a prefix that all requests
+            have in common, stored once.
         concurrency: requests that must run at once. None: as many as fit.
         block_size: tokens per cache block, counted over all ranks.
         gpu_memory_utilization: share of a device's memory to use.
-        workspace_bytes: of each device, for activations and the runtime.
-        kv_cache_memory_bytes: cache size per device. None: what weights and workspace leave; on cpu the engine's
-            default.
+        workspace_bytes: bytes set aside on each device for activations and the runtime.
+        kv_cache_memory_bytes: bytes of the cache on each device. None: what weights and workspace leave; on cpu the
+            engine's default.
         dcp_comm_backend: how ranks merge their partial attention: "ag_rs", "a2a" or "psum".
-        dcp_replicate_q: keep the query projection whole on each rank: memory for one collective less.
-        hf_overrides: entries of config.json to replace, as {"num_hidden_layers": 2}; nested ones are merged.
+        dcp_replicate_q: keep the whole query projection on each rank; takes memory and saves one collective per layer.
+        hf_overrides: entries of config.json to replace, such as {"num_hidden_layers": 2}; nested entries are merged.
     """
 
     tensor_parallel_size: int = 1

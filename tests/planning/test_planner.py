@@ -588,7 +588,7 @@ def test_text_is_aligned_marks_the_choice_and_says_that_times_are_floors():
     table = lines[start : start + 3 + len(answer.rows)]
     assert len({len(line) for line in table if "/" not in line}) == 1
     assert [line[0] for line in table[3:]] == [" ", " ", " ", ">"]
-    assert "Times are floors, not forecasts" in str(answer)
+    assert "Times are lower bounds, not forecasts" in str(answer)
     assert "can only be planned: the engine runs float32 and bfloat16" in str(answer)
 
 
@@ -597,7 +597,8 @@ def test_the_exchange_of_every_merge_is_told_for_the_chosen_layout():
     part = 100 * 7 / 8 * 4 * 64
     sizes = (part * 576, part * (512 + 8), part * 513, 2 * part * 514)
     query, *merges = [f"{size / 1e6:.3g} MB" for size in sizes]
-    expected = f"{query} to gather the queries and to merge by ag_rs {merges[0]}, a2a {merges[1]}, psum {merges[2]}."
+    sent = f"{merges[0]} with ag_rs, {merges[1]} with a2a, {merges[2]} with psum"
+    expected = f"{query} to gather the queries, and to merge {sent}."
     assert expected in str(answer).replace("\n", " ")
 
 
