@@ -53,15 +53,15 @@ def statistics_line(llm: "LLM", *, prompt_tokens: int, new_tokens: int, timing: 
 
 
 def describe_engine(llm: "LLM") -> str:
-    runner = llm.runner
+    model = llm.runner.model
     return (
-        f"{describe_layout(llm)}, weights {runner.model.dtype}, cache {runner.model.kv_dtype}, up to {llm.max_model_len:,} tokens "
-        f"a request, on {runner.model.platform}"
+        f"{describe_layout(llm)}, weights {model.dtype}, cache {model.kv_dtype}, up to {llm.max_model_len:,} tokens "
+        f"a request, on {model.platform}"
     )
 
 
 def describe_layout(llm: "LLM") -> str:
-    runner = llm.runner
-    tokens = runner.sizes.num_blocks * runner.geometry.block_size
-    copies = runner.model.layout.duplication(runner.model.config.cache_heads)
-    return f"tp={runner.model.layout.tp} x dcp={runner.model.layout.dcp}, cache of {tokens:,} tokens stored {copies}x"
+    model = llm.runner.model
+    tokens = llm.runner.sizes.num_blocks * model.geometry.block_size
+    copies = model.layout.duplication(model.config.cache_heads)
+    return f"tp={model.layout.tp} x dcp={model.layout.dcp}, cache of {tokens:,} tokens stored {copies}x"
