@@ -318,7 +318,7 @@ def test_parameters_of_another_type_are_refused(llm: LLM, params: Any) -> None:
         llm.generate(["abc"], params)
 
 
-@pytest.mark.parametrize("moment", ["_launch", "_collect", "_take"])
+@pytest.mark.parametrize("moment", ["_launch", "_collect", "_apply"])
 def test_an_interrupt_after_a_step_costs_other_streams_nothing(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

@@ -20,6 +20,7 @@ from compiled_steps import (
 )
 
 from dcpjax.engine.scheduler import Scheduled
+from dcpjax.runtime.memory import block_bytes_per_device
 from dcpjax.runtime.programs import padded_pairs
 
 
@@ -77,7 +78,7 @@ def test_no_collective_moves_the_cache_and_every_cache_byte_is_aliased(tp: int, 
 
 def test_cache_bytes_per_device_fall_by_dcp_and_copies_rise_by_tp() -> None:
     def block_bytes(tp: int, dcp: int) -> int:
-        return make_runner(tp, dcp).block_bytes_per_device()
+        return block_bytes_per_device(make_runner(tp, dcp).model)
 
     whole = block_bytes(1, 1)
     assert [block_bytes(1, dcp) for dcp in (2, 4, 8)] == [whole // 2, whole // 4, whole // 8]

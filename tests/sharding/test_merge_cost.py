@@ -154,7 +154,7 @@ def test_auto_compiles_another_merge_for_each_shape(monkeypatch):
     assert fastest(merge_size(auto, 1), link) == "a2a"
     assert fastest(merge_size(auto, 32), link) == "ag_rs"
     few, many = kinds(auto, scheduled([20])), kinds(auto, scheduled([20], count=20))
-    layers = auto.config.num_layers
+    layers = auto.model.config.num_layers
     assert (few["all-to-all"], few["reduce-scatter"]) == (layers, 0)
     assert (many["all-to-all"], many["reduce-scatter"]) == (0, layers)
 
@@ -162,7 +162,7 @@ def test_auto_compiles_another_merge_for_each_shape(monkeypatch):
 def test_auto_on_cpu_is_ag_rs():
     auto, fixed = (make_runner("llama3", 1, 8, dcp_comm_backend=merge) for merge in ("auto", "ag_rs"))
     step = scheduled([20, 40])
-    assert auto.runtime.link is None
+    assert auto.model.runtime.link is None
     assert kinds(auto, step) == kinds(fixed, step)
 
 
@@ -180,7 +180,7 @@ def test_two_halves_run_every_collective_of_the_merge_twice(family, merge):
 
 def kinds_of_layers(family: str) -> int:
     """Dense ones, and with experts."""
-    config = make_runner(family, 1, 8).config
+    config = make_runner(family, 1, 8).model.config
     return len({config.is_moe(layer) for layer in range(config.num_layers)})
 
 
@@ -196,7 +196,7 @@ def test_the_second_half_attends_without_waiting_for_the_first_ones_exchange(fam
     program = compiled(make_runner(family, 1, 8, dcp_comm_backend=merge, dcp_overlap=True), scheduled([20, 40]))
     waits = ancestors(program.as_text())
     loops, exchanges = attention_loops(waits), merge_collectives(waits)
-    layers = make_runner(family, 1, 8).config.num_layers
+    layers = make_runner(family, 1, 8).model.config.num_layers
     free = {loop for loop in loops for name in exchanges if unordered(waits, loop, name)}
     assert len(loops) == 2 * layers
     assert len(free) >= layers
