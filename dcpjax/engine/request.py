@@ -63,7 +63,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
-    history: Any = None  # the sampler's counts of its tokens
+    token_counts: Any = None  # the sampler's counts of its tokens
     scores: list[TokenScores] = field(default_factory=list)  # of the output tokens, if wanted
     prompt_scores: dict[int, TokenScores] = field(default_factory=dict)  # by position, if wanted
     _keys: list[Key] = field(default_factory=list)
