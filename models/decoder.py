@@ -98,7 +98,7 @@ def forward(
 ) -> tuple[jax.Array, tuple[Cache, ...]]:
     """Advance every request by its query tokens: tokens [N] -> hidden [N, M] float32, and the updated cache."""
     hidden = runtime.place.constrain(lookup(weights.embed, tokens), None, None)
-    angles = shared_rotary(work.positions, config.rope_dim, config.rope, runtime.place.platform)
+    angles = shared_rotary(work.positions, config.rope_dim, config.rope)
     run = jax.jit(bind(_layer, config=config, runtime=runtime))  # layers alike are traced once; XLA inlines them
     updated = []
     for layer, layer_cache in zip(weights.layers, cache, strict=True):

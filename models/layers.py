@@ -3,12 +3,15 @@
 The residual stream and all statistics are float32; weights keep their dtype. Knows nothing about meshes.
 """
 
+from functools import partial as bind
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dcpjax.models.kernels.cpu import product_calls
+from dcpjax.models.matmul import matmul
+from dcpjax.sharding.platform import on_cpu
 
 
 class Normed(NamedTuple):
@@ -69,25 +72,24 @@ def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def _xla_dot(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`preferred_element_type` keeps bfloat16 products on the fused path: without it XLA's CPU backend widens the
-    weight first. There a single bfloat16 row has no fast path at all, so it travels with a second row of zeros.
+    """`dot` without kernels of ours: x [T, in], weight [out, in] -> [T, out] float32."""
+    x, product = x.astype(weight.dtype), bind(matmul, axes=(1, 1))
+    if x.shape[0] == 1 and weight.dtype == jnp.bfloat16:
+        return on_cpu(_dot_of_two_rows, product, x, weight)
+    return product(x, weight)
+
+
+def _dot_of_two_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [1, in], weight [out, in], both bfloat16 -> [1, out] float32, computed with a second row of zeros.
+
+    XLA's CPU backend has a fast bfloat16 product for two rows and more, but not for one.
     """
-    rows = x.shape[0]
-    x = x.astype(weight.dtype)
-    if rows == 1 and weight.dtype == jnp.bfloat16:
-        x = jnp.pad(x, ((0, 1), (0, 0)))
-    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-    contract_last = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, weight, contract_last, precision=precision, preferred_element_type=jnp.float32)[:rows]
+    return matmul(jnp.pad(x, ((0, 1), (0, 0))), weight, (1, 1))[:1]
 
 
 def head_dot(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """One matrix per head: x [N, H, I], weight [H, I, O] -> [N, H, O] float32. Heads lead, as XLA's CPU needs."""
-    x = x.astype(weight.dtype).swapaxes(0, 1)
-    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-    contract = (((2,), (1,)), ((0,), (0,)))
-    y = jax.lax.dot_general(x, weight, contract, precision=precision, preferred_element_type=jnp.float32)
-    return y.swapaxes(0, 1)
+    """One matrix per head: x [T, H, in], weight [H, in, out] -> [T, H, out] float32."""
+    return matmul(x.astype(weight.dtype).swapaxes(0, 1), weight, (2, 1), batched=True).swapaxes(0, 1)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -98,12 +100,13 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows `ids` [N] of table [V, M] as float32 [N, M]. Padding ids (-1) read row 0.
+    """Rows `ids` [N] of table [V, M] as float32 [N, M]. Padding ids (-1) read row 0."""
+    ids, take = jnp.maximum(ids, 0), bind(jnp.take, axis=0)
+    rows = on_cpu(_take_by_bits, take, table, ids) if table.dtype == jnp.bfloat16 else take(table, ids)
+    return rows.astype(jnp.float32)
 
-    A bfloat16 table is read through its bits: XLA's CPU backend would widen all of it first.
-    """
-    ids = jnp.maximum(ids, 0)
-    if table.dtype == jnp.bfloat16:
-        bits = jnp.take(jax.lax.bitcast_convert_type(table, jnp.uint16), ids, axis=0)
-        return jax.lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
-    return jnp.take(table, ids, axis=0).astype(jnp.float32)
+
+def _take_by_bits(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows of a bfloat16 table, read as integers: XLA's CPU backend would convert the whole table to float32 first."""
+    bits = jnp.take(jax.lax.bitcast_convert_type(table, jnp.uint16), ids, axis=0)
+    return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)

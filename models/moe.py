@@ -19,6 +19,7 @@ from dcpjax.models.mlp import MLPWeights, swiglu
 from dcpjax.models.router import route
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.mesh import Layout
+from dcpjax.sharding.platform import on_cpu
 from dcpjax.sharding.pool import pool_rank, sum_over_pool
 from dcpjax.sharding.rules import Placement
 
@@ -162,13 +163,18 @@ def routed(
 
 
 def _matrix(stack: jax.Array, expert: jax.Array) -> jax.Array:
-    """One expert's matrix of a stack [E, O, I].
-
-    XLA's CPU backend would widen a whole bfloat16 stack once before the loop: so it is read through its bits, and
-    the barrier ties it to the turn of the loop.
-    """
+    """One expert's matrix of a stack [E, out, in]."""
     if stack.dtype != jnp.bfloat16:
         return stack[expert]
+    return on_cpu(_matrix_by_bits, lambda stack, expert: stack[expert], stack, expert)
+
+
+def _matrix_by_bits(stack: jax.Array, expert: jax.Array) -> jax.Array:
+    """One bfloat16 matrix of a stack, read as integers.
+
+    XLA's CPU backend would convert the whole stack to float32 before the loop over the experts. It does not convert
+    integers, and the barrier keeps the bitcast of the stack inside the loop.
+    """
     stack, expert = jax.lax.optimization_barrier((stack, expert))
     bits = jax.lax.bitcast_convert_type(stack, jnp.uint16)
     return jax.lax.bitcast_convert_type(bits[expert], jnp.bfloat16)

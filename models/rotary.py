@@ -9,6 +9,7 @@ from flax import struct
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from dcpjax.models.config import RopeConfig
+from dcpjax.sharding.platform import on_cpu
 
 
 @struct.dataclass
@@ -21,15 +22,21 @@ class Rotary:
     sin: jax.Array
 
 
-def shared_rotary(positions: jax.Array, head_dim: int, config: RopeConfig, platform: str) -> Rotary:
+def shared_rotary(positions: jax.Array, head_dim: int, config: RopeConfig) -> Rotary:
     """`rotary`, computed once: XLA would compute the angles anew in every layer, on CPU for every head.
 
-    Its CPU backend takes an optimization barrier away before it fuses, but not a call.
+    An optimization barrier prevents that. XLA's CPU backend removes barriers before it fuses operations, but does
+    not inline this call.
     """
-    if platform == "cpu":
+
+    def called(positions: jax.Array) -> Rotary:
         with set_xla_metadata(inlineable="false"):
             return jax.jit(rotary, static_argnums=(1, 2))(positions, head_dim, config)
-    return jax.lax.optimization_barrier(rotary(positions, head_dim, config))
+
+    def behind_barrier(positions: jax.Array) -> Rotary:
+        return jax.lax.optimization_barrier(rotary(positions, head_dim, config))
+
+    return on_cpu(called, behind_barrier, positions)
 
 
 def rotary(positions: jax.Array, head_dim: int, config: RopeConfig) -> Rotary:

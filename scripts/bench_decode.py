@@ -26,12 +26,12 @@ import jax
 import numpy as np
 
 from dcpjax.api.config import EngineConfig
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.checkpoint.model_files import ModelFiles, open_model
 from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduled
-from dcpjax.runtime.runner import Runner
+from dcpjax.runtime.memory import block_bytes_per_device
+from dcpjax.runtime.runner import Runner, load_runner
 
 Step = Callable[[], None]
 
@@ -96,7 +96,7 @@ def our_step(files: ModelFiles, dtype: str, batch: int, context: int) -> tuple[S
         for row in range(batch)
     ]
     weights = sum(array.nbytes for array in jax.tree.leaves(runner.weights))
-    cache = batch * context * runner.block_bytes_per_device() // runner.geometry.block_size
+    cache = batch * context * block_bytes_per_device(runner.model) // runner.geometry.block_size
     return lambda: runner.collect(runner.launch(step)) and None, weights + cache
 
 
@@ -104,7 +104,7 @@ def make_runner(files: ModelFiles, dtype: str, batch: int, context: int, **optio
     """One whose cache holds `batch` requests of `context` tokens."""
     options |= {"dtype": dtype, "max_num_seqs": batch}
     options["kv_cache_memory_bytes"] = _cache_bytes(files, dtype, batch, context)
-    return Runner(files, EngineConfig.from_options(options))
+    return load_runner(files, EngineConfig.from_options(options))
 
 
 def _cache_bytes(files: ModelFiles, dtype: str, batch: int, context: int) -> int:
@@ -116,7 +116,7 @@ def _cache_bytes(files: ModelFiles, dtype: str, batch: int, context: int) -> int
 
 def greedy_request(number: int, context: int) -> Request:
     greedy = SamplingParams(temperature=0)
-    return Request(number, [1] * context, greedy, 1, 0, frozenset(), RequestMetrics(0.0))
+    return Request(number=number, prompt_token_ids=[1] * context, params=greedy, max_tokens=1)
 
 
 class Reference:

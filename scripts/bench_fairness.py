@@ -11,6 +11,7 @@ weights runs, of SmolLM2's width; fewer layers make both sides of the ratio fast
 
 import argparse
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 from bench_decode import machine
 
 from dcpjax import LLM, SamplingParams
-from dcpjax.frontend.completion import Job
+from dcpjax.frontend.completion import RunningPrompt
 
 SHAPE = {
     "hidden_size": 576,
@@ -63,17 +64,20 @@ def run(llm: LLM, options: argparse.Namespace, prompt: int) -> tuple[tuple[Gaps,
     for _ in range(8):
         next(moments)
     before = _differences([next(moments) for _ in range(USUAL + 1)])
-    (job,) = llm.intake.jobs([[7 + place % 40_000 for place in range(prompt)]], SamplingParams(max_tokens=1))
-    llm.start(job)
-    beside, done = list(_until_done(moments, job)), time.perf_counter()
+    (submission,) = llm.intake.submissions(
+        [[7 + place % 40_000 for place in range(prompt)]], SamplingParams(max_tokens=1)
+    )
+    long = RunningPrompt(submission, deque())
+    llm.start(long)
+    beside, done = list(_until_done(moments, long)), time.perf_counter()
     after = _differences([next(moments) for _ in range(USUAL + 1)])
     answers.close()
     assert not llm.engine.has_work
     return (before, after), _differences(beside), done - beside[0]
 
 
-def _until_done(moments: Iterator[float], job: Job) -> Iterator[float]:
-    while not job.output.finished:
+def _until_done(moments: Iterator[float], prompt: RunningPrompt) -> Iterator[float]:
+    while not prompt.output.finished:
         yield next(moments)
 
 

@@ -18,14 +18,13 @@ import numpy as np
 from bench_decode import machine
 
 from dcpjax import LLM, SamplingParams
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.request import Request
 from dcpjax.engine.result import StepResult
-from dcpjax.engine.scheduler import Limits, Scheduled
+from dcpjax.engine.scheduler import Scheduled, StepLimits
 from dcpjax.models.kv_cache import CacheGeometry
-from dcpjax.runtime.batch import Shapes, build
-from dcpjax.runtime.logit_rows import Choice
+from dcpjax.runtime.batch import ShapeBuckets, build
+from dcpjax.runtime.logit_rows import SampledRows
 
 VOCAB = 49152
 
@@ -38,10 +37,10 @@ class InstantDevice:
     def __init__(self, batch: int, context: int) -> None:
         self.geometry = CacheGeometry(block_size=256)
         width = 2 * self.geometry.blocks(context)
-        self.shapes = Shapes(max_rows=max(32, batch), max_tokens=512, table_width=width)
+        self.shapes = ShapeBuckets(max_rows=max(32, batch), max_tokens=512, table_width=width)
 
     def launch(self, step: Sequence[Scheduled]) -> int:
-        Choice.of(step, build(step, self.shapes, self.geometry), self.shapes, VOCAB)
+        SampledRows.of(step, build(step, self.shapes, self.geometry), self.shapes, VOCAB)
         return len(step)
 
     def collect(self, launched: int) -> StepResult:
@@ -69,12 +68,21 @@ def host_times(batch: int, steps: int, sampling: str, context: int = 512) -> lis
     engine = Engine(
         InstantDevice(batch, context + steps),
         num_blocks=batch * (2 + (context + steps) // 256),
-        limits=Limits(max_num_seqs=batch, max_num_batched_tokens=512 * batch),
+        limits=StepLimits(max_num_seqs=batch, max_num_batched_tokens=512 * batch),
     )
     params = SamplingParams(temperature=0) if sampling == "greedy" else SamplingParams(temperature=0.8, top_p=0.9)
     for number in range(batch):
         prompt = [(number * 7919 + place) % VOCAB for place in range(context)]
-        engine.add(Request(number, prompt, params, steps + 10, number, frozenset([2]), RequestMetrics(0.0)))
+        engine.add(
+            Request(
+                number=number,
+                prompt_token_ids=prompt,
+                params=params,
+                max_tokens=steps + 10,
+                seed=number,
+                end_token_ids=frozenset([2]),
+            )
+        )
     for _ in range(5):
         engine.step()
     times = []
@@ -98,7 +106,7 @@ def _compare(options: argparse.Namespace) -> None:
                 if round_:
                     seconds[ahead].append(took)
         off, on = (statistics.median(seconds[ahead]) * 1e3 for ahead in (False, True))
-        print(f"{llm.runner.dtype:25} {batch:5} | {off:7.2f} | {on:7.2f} | {off / on:.3f}")
+        print(f"{llm.runner.model.dtype:25} {batch:5} | {off:7.2f} | {on:7.2f} | {off / on:.3f}")
 
 
 def _decode(llm: LLM, batch: int, steps: int) -> float:

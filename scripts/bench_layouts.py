@@ -15,13 +15,14 @@ from bench_decode import Step, alternate, machine
 from bench_trace import SHAPES
 
 from dcpjax.api.config import EngineConfig
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduled
 from dcpjax.planning.floor import exchange
-from dcpjax.runtime.runner import Runner
+from dcpjax.runtime.memory import block_bytes_per_device
+from dcpjax.runtime.runner import Runner, load_runner
+from dcpjax.sharding.merge_cost import Merge
 
 
 def main() -> None:
@@ -66,9 +67,10 @@ def make_runner(kind: str, tp: int, dcp: int, context: int, batch: int, options:
         "dcp_overlap": options.overlap,
         "hf_overrides": shape | {"num_hidden_layers": options.layers, "dtype": "float32"},
     }
-    one = Runner(open_model(preset), EngineConfig(**made, kv_cache_memory_bytes=2**24))
+    one = load_runner(open_model(preset), EngineConfig(**made, kv_cache_memory_bytes=2**24))
     blocks = batch * one.geometry.blocks(context)
-    return Runner(open_model(preset), EngineConfig(**made, kv_cache_memory_bytes=blocks * one.block_bytes_per_device()))
+    budget = blocks * block_bytes_per_device(one.model)
+    return load_runner(open_model(preset), EngineConfig(**made, kv_cache_memory_bytes=budget))
 
 
 def decode(runner: Runner, context: int, batch: int) -> Step:
@@ -82,16 +84,16 @@ def decode(runner: Runner, context: int, batch: int) -> Step:
 
 
 def _request(number: int, context: int) -> Request:
-    return Request(number, [1] * context, SamplingParams(temperature=0), 1, 0, frozenset(), RequestMetrics(0.0))
+    return Request(number=number, prompt_token_ids=[1] * context, params=SamplingParams(temperature=0), max_tokens=1)
 
 
 def cache_bytes(runner: Runner, context: int, batch: int) -> int:
-    return batch * runner.geometry.blocks(context) * runner.block_bytes_per_device()
+    return batch * runner.geometry.blocks(context) * block_bytes_per_device(runner.model)
 
 
-def sent_bytes(runner: Runner, batch: int, merge: str) -> float:
+def sent_bytes(runner: Runner, batch: int, merge: Merge) -> float:
     """Queries and merges of all layers, without what every layout sends over the pool."""
-    return runner.config.num_layers * batch * exchange(runner.config, runner.layout, merge).bytes
+    return runner.model.config.num_layers * batch * exchange(runner.model.config, runner.model.layout, merge).bytes
 
 
 def _layout(text: str) -> tuple[int, int]:

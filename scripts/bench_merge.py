@@ -22,7 +22,7 @@ from bench_decode import machine
 from jax.sharding import Mesh, PartitionSpec
 
 from dcpjax.runtime.devices import ensure_devices
-from dcpjax.sharding.link import CABLES, measured, published
+from dcpjax.sharding.link import PUBLISHED_LINKS, measured, published
 from dcpjax.sharding.merge import MERGES, Partial
 from dcpjax.sharding.merge_cost import MERGE_NAMES, Link, Merge, MergeSize, fastest, seconds, sends
 from dcpjax.sharding.mesh import DCP, Layout, make_mesh
@@ -48,7 +48,9 @@ def main() -> None:
     mesh = make_mesh(Layout(tensor_parallel_size=options.dcp, decode_context_parallel_size=options.dcp))
     device = mesh.devices.flat[0]
     print(f"{machine()}; jax {jax.__version__}")
-    links = {name: {ranks: published(cable, ranks) for ranks in PAPER_RANKS} for name, cable in CABLES.items()}
+    links = {
+        name: {ranks: published(numbers, ranks) for ranks in PAPER_RANKS} for name, numbers in PUBLISHED_LINKS.items()
+    }
     found = measured(mesh) if device.platform != "cpu" else None
     if found is not None:
         links[device.device_kind] = {options.dcp: found}

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 PROMPT = list(range(100, 120))
-PROGRAMS = ("forward", "pick", "choose", "copy_blocks")
+PROGRAMS = ("forward", "gather_rows", "sample_next", "copy_blocks")
 STAGES = ("python", "import", "open", "weights", "rest of LLM", "warm-up", "first token", "second token")
 EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
@@ -97,12 +97,12 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
         import jax
 
         from dcpjax import SamplingParams, llm
-        from dcpjax.runtime import runner
+        from dcpjax.runtime import model as model_module
     programs: dict[str, Any] = defaultdict(lambda: [0, dict.fromkeys(EVENTS.values(), 0.0)])
     jax.monitoring.register_event_duration_secs_listener(_noting(programs))
     with _stage(stages, "LLM"):
         _time_calls(stages, llm, "open_model", "open")
-        _time_calls(stages, runner, "load_weights", "weights")
+        _time_calls(stages, model_module, "load_weights", "weights")
         llm.warm_up = bind(llm.warm_up, threads=options.threads)
         _time_calls(stages, llm, "warm_up", "warm-up")
         model = llm.LLM(

@@ -35,7 +35,7 @@ from safetensors.numpy import save_file
 from dcpjax import LLM, SamplingParams
 from dcpjax.checkpoint.model_files import ModelFiles, open_model
 from dcpjax.engine.scheduler import Scheduled
-from dcpjax.runtime.runner import Launched, Runner
+from dcpjax.runtime.runner import LaunchedStep, Runner
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -132,13 +132,13 @@ def watch(runner: Runner, profile: Profile) -> None:
     collect, launch, last = runner.collect, runner.launch, [0.0]
     starts: dict[int, float] = {}
 
-    def noted_launch(step: Sequence[Scheduled]) -> Launched:
+    def noted_launch(step: Sequence[Scheduled]) -> LaunchedStep:
         started = time.perf_counter()
         launched = launch(step)
         starts[id(launched)] = started
         return launched
 
-    def noted_collect(launched: Launched) -> Any:
+    def noted_collect(launched: LaunchedStep) -> Any:
         result, started = collect(launched), starts.pop(id(launched))
         now = time.perf_counter()
         _note(profile[kind_of(launched.step)], launched.step, runner, now - max(started, last[0]))

@@ -88,7 +88,7 @@ def main() -> None:
 
 def run(llm: LLM, requests: Sequence[TraceRequest]) -> Replay:
     """Complete all requests; every one generates exactly the trace's number of tokens."""
-    vocab = llm.runner.config.vocab_size
+    vocab = llm.runner.model.config.vocab_size
     prompts = [synthesise(request, vocab) for request in requests]
     params = [SamplingParams(temperature=0, max_tokens=r.output_length, ignore_eos=True) for r in requests]
     llm.reset_prefix_cache()

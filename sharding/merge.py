@@ -10,6 +10,7 @@ which is associative and commutative (online softmax, Milakov & Gimelshein 2018;
 """
 
 from collections.abc import Callable
+from functools import partial as bind
 from functools import reduce
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 
 from dcpjax.sharding.merge_cost import Merge, MergeSize
 from dcpjax.sharding.mesh import DCP
+from dcpjax.sharding.platform import on_cpu
 
 
 class Partial(NamedTuple):
@@ -101,7 +103,15 @@ def merge_psum(part: Partial, features: int) -> jax.Array:
 
 
 def _sum_over_ranks(x: jax.Array) -> jax.Array:
-    """[dcp, ...] -> [...]. One after another, which XLA's CPU backend vectorises and a sum over a first axis is not."""
+    """[dcp, ...] -> [...]."""
+    return on_cpu(_sum_one_by_one, bind(jnp.sum, axis=0), x)
+
+
+def _sum_one_by_one(x: jax.Array) -> jax.Array:
+    """Sum over the first axis, as elementwise additions.
+
+    XLA's CPU backend uses vector instructions for elementwise operations, but not for this reduction.
+    """
     return reduce(jnp.add, [x[other] for other in range(x.shape[0])])
 
 

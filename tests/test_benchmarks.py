@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from harness import GOLDENS
 
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
-from dcpjax.checkpoint.gguf_file import GGUFSource, read_header
+from dcpjax.checkpoint.gguf_header import read_header
+from dcpjax.checkpoint.gguf_source import GGUFSource
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduled
@@ -45,7 +45,7 @@ def refused(script: str, *arguments: str) -> str:
 
 
 def entry(count: int) -> Scheduled:
-    request = Request(0, [1] * 9, SamplingParams(), 1, 0, frozenset(), RequestMetrics(0.0))
+    request = Request(number=0, prompt_token_ids=[1] * 9, params=SamplingParams(), max_tokens=1)
     return Scheduled(request, 0, count, [0], True)
 
 

@@ -9,6 +9,7 @@ from harness import GOLDENS, Trace, loaded
 
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.models.config import from_hf
+from dcpjax.runtime.memory import block_bytes_per_device
 from dcpjax.sharding.mesh import legal_layouts
 
 TOLERANCE = 2e-5
@@ -89,9 +90,9 @@ def test_seven_experts_on_two_and_six_devices(devices: int, dcp: int) -> None:
 
 def test_a_latent_cache_is_split_by_dcp_to_the_byte() -> None:
     sizes = {
-        dcp: loaded(
-            "deepseek-v3", tensor_parallel_size=8, decode_context_parallel_size=dcp, **ONE_PROGRAM
-        ).runner.block_bytes_per_device()
+        dcp: block_bytes_per_device(
+            loaded("deepseek-v3", tensor_parallel_size=8, decode_context_parallel_size=dcp, **ONE_PROGRAM).runner.model
+        )
         for dcp in (1, 2, 4, 8)
     }
     config = from_hf(open_model(GOLDENS / "deepseek-v3").config)

@@ -47,11 +47,11 @@ def duplication_map(llm: "LLM") -> "tuple[Figure, Numbers]":
     `copies` of each value, `bytes_per_device`, and `bytes_stored` and `bytes_unique` in total over all devices.
     """
     runner = llm.runner
-    holders, stored, unique = _read_shards(runner.cache, runner.config.cache_heads)
+    holders, stored, unique = _read_shards(runner.cache, runner.model.config.cache_heads)
     rows, devices = _group_heads(holders), sorted(stored)
     figure, (axes,) = canvas(1.5 + 0.36 * min(len(rows), MAX_TICKS))
-    _draw_holders(axes, rows, devices, latent=runner.config.mla is not None)
-    copies, layout = max(map(len, holders.values())), runner.layout
+    _draw_holders(axes, rows, devices, latent=runner.model.config.mla is not None)
+    copies, layout = max(map(len, holders.values())), runner.model.layout
     axes.set_title(
         f"tp={layout.tp} x dcp={layout.dcp}: every cached value on {counted(copies, 'device')}", loc="left", pad=10
     )

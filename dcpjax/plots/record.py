@@ -4,12 +4,14 @@ Reads the engine's counters between steps and times whole steps.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dcpjax.api.outputs import RequestOutput
+from dcpjax.api.outputs import RequestOutput, StreamEvent
 from dcpjax.engine.stats import EngineStats
+from dcpjax.frontend.completion import RunningPrompt
 
 if TYPE_CHECKING:
     from dcpjax.api.sampling_params import SamplingParams
@@ -46,21 +48,24 @@ def record(
     sampling_params: "SamplingParams | Sequence[SamplingParams] | None" = None,
 ) -> Recording:
     """`llm.generate`, recording every step. With `async_scheduling`, a step's tokens arrive during the next one."""
-    jobs = llm.intake.jobs(prompts, sampling_params)
+    events = deque[StreamEvent]()
+    running = [RunningPrompt(one, events) for one in llm.intake.submissions(prompts, sampling_params)]
     steps: list[RecordedStep] = []
     before, started = llm.stats(), time.monotonic()
     try:
-        for job in jobs:
-            llm.start(job)
-        while not all(job.output.finished for job in jobs):
+        for prompt in running:
+            llm.start(prompt)
+        while not all(prompt.output.finished for prompt in running):
             began = time.monotonic()
             llm.advance()
             after = llm.stats()
             steps.append(_recorded_step(before, after, began - started, time.monotonic() - began))
             before = after
     finally:
-        llm.abandon(jobs)
-    return Recording(num_blocks=before.num_blocks, timeline=tuple(steps), outputs=tuple(job.output for job in jobs))
+        llm.abandon(running)
+    return Recording(
+        num_blocks=before.num_blocks, timeline=tuple(steps), outputs=tuple(prompt.output for prompt in running)
+    )
 
 
 def _recorded_step(before: EngineStats, after: EngineStats, start: float, seconds: float) -> RecordedStep:

@@ -4,12 +4,15 @@
 `finish` turns that into a partial. The reference for every kernel.
 """
 
+from functools import partial as bind
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from dcpjax.models.matmul import matmul
 from dcpjax.sharding.merge import Partial
+from dcpjax.sharding.platform import on_cpu
 
 
 def partial(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Partial:
@@ -48,14 +51,14 @@ def fold(state: State, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
     """
     kv_heads, queries, group, head_dim = q.shape
     flat = q.reshape(kv_heads, queries * group, head_dim)
-    scores = _batched_dot(flat, k).reshape(kv_heads, queries, group, -1)
+    scores = matmul(flat, k, (2, 1), batched=True).reshape(kv_heads, queries, group, -1)
     scores = jnp.where(mask[None, :, None, :], scores, -jnp.inf)
-    top = jnp.maximum(state.top, _largest(scores))
+    top = jnp.maximum(state.top, on_cpu(_max_by_halves, bind(jnp.max, axis=-1), scores))
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
     shares = jnp.exp(scores - shift[..., None])
     keep = jnp.exp(state.top - shift)
     v, tainted = _select(v, mask)
-    gained = _batched_dot(shares.reshape(kv_heads, queries * group, -1), v).reshape(state.out.shape)
+    gained = matmul(shares.reshape(kv_heads, queries * group, -1), v, (2, 1), batched=True).reshape(state.out.shape)
     if tainted is not None:
         gained = jnp.where(tainted[:, :, None, None], jnp.nan, gained)
     return State(state.out * keep[..., None] + gained, top, state.total * keep + jnp.sum(shares, axis=-1))
@@ -74,8 +77,11 @@ def _select(v: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array | None]
     return jnp.where(usable & finite, v, 0.0), tainted
 
 
-def _largest(scores: jax.Array) -> jax.Array:
-    """Maximum over the last axis. Halved while wide, which XLA's CPU backend vectorises and a reduction is not."""
+def _max_by_halves(scores: jax.Array) -> jax.Array:
+    """Maximum over the last axis, as elementwise maxima of its halves.
+
+    XLA's CPU backend uses vector instructions for elementwise operations, but not for this reduction.
+    """
     while scores.shape[-1] > 16 and scores.shape[-1] % 2 == 0:
         scores = jnp.maximum(*jnp.split(scores, 2, axis=-1))
     return jnp.max(scores, axis=-1)
@@ -87,8 +93,3 @@ def finish(state: State) -> Partial:
     out = state.out / jnp.where(empty, 1.0, state.total)[..., None]
     lse = jnp.where(empty, -jnp.inf, state.top + jnp.log(jnp.where(empty, 1.0, state.total)))
     return Partial(out, lse)
-
-
-def _batched_dot(left: jax.Array, right: jax.Array) -> jax.Array:
-    """[K, A, C] x [K, C, E] -> [K, A, E] in full float32; the batch dimension leads, as XLA's CPU backend needs."""
-    return jax.lax.dot_general(left, right, (((2,), (1,)), ((0,), (0,))), precision=jax.lax.Precision.HIGHEST)

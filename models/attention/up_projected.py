@@ -38,6 +38,7 @@ from dcpjax.models.attention.work import (
 from dcpjax.models.config import MLAConfig
 from dcpjax.models.kv_cache import CacheGeometry, Chunk, LatentCache, locate_chunk
 from dcpjax.models.layers import head_dot
+from dcpjax.models.matmul import matmul
 from dcpjax.sharding.merge import Partial
 
 PIECE = 256  # query tokens of a long tile that are folded together
@@ -95,14 +96,10 @@ class UpProjection(NamedTuple):
         """
         latents, rope = jnp.split(keys[0], [self.latent_rank])
         heads, slots = self.w_uk.shape[0], latents.shape[1]
-        nope = _dot(self.w_uk.reshape(-1, self.latent_rank), latents).reshape(heads, -1, slots)
+        nope = matmul(self.w_uk.reshape(-1, self.latent_rank), latents, (1, 0)).reshape(heads, -1, slots)
         rope = jnp.broadcast_to(rope[None], (heads, *rope.shape))
-        raised = _dot(values[0, :, : self.latent_rank], self.w_uv.reshape(-1, self.latent_rank).T)
+        raised = matmul(values[0, :, : self.latent_rank], self.w_uv.reshape(-1, self.latent_rank), (1, 1))
         return jnp.concatenate([nope, rope], axis=1) * self.scale, raised.reshape(slots, heads, -1).swapaxes(0, 1)
-
-
-def _dot(left: jax.Array, right: jax.Array) -> jax.Array:
-    return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
 
 
 def prompt_partial(

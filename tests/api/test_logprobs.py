@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpjax.api.logprobs import Logprob, to_logprobs
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.request import Request
 from dcpjax.sampling.sampler import SamplingBatch, sample
@@ -30,7 +29,7 @@ def random_logits(seed: int, rows: int = 4) -> np.ndarray:
 
 
 def request(params: SamplingParams, seed: int) -> Request:
-    return Request(0, [3], params, 100, seed, frozenset(), RequestMetrics(0.0), output_token_ids=[3, 4])
+    return Request(number=0, prompt_token_ids=[3], params=params, max_tokens=100, seed=seed, output_token_ids=[3, 4])
 
 
 # --- on the device

@@ -15,7 +15,7 @@ from traced import MODELS, config_of, flops
 from dcpjax.models import decoder
 from dcpjax.models.attention.work import Runtime
 from dcpjax.models.kv_cache import CHUNK_SLOTS, CacheGeometry
-from dcpjax.runtime.batch import Batch, Shapes, build
+from dcpjax.runtime.batch import Batch, ShapeBuckets, build
 from dcpjax.runtime.programs import compile_on_demand, forward
 from dcpjax.sharding.arrays import is_spec
 from dcpjax.sharding.mesh import Layout, make_mesh
@@ -28,7 +28,7 @@ LAYOUTS = [(8, 1), (4, 2), (2, 4), (1, 8)]
 
 def prefill(geometry: CacheGeometry, context: int) -> Batch:
     """The last 32 tokens of a prompt."""
-    shapes = Shapes(max_rows=1, max_tokens=QUERIES, table_width=8 * geometry.chunk_blocks)
+    shapes = ShapeBuckets(max_rows=1, max_tokens=QUERIES, table_width=8 * geometry.chunk_blocks)
     return build(scheduled([context], count=QUERIES), shapes, geometry)
 
 

@@ -19,7 +19,7 @@ from dcpjax.models import mla
 from dcpjax.models.checkpoint_names import HeadRows
 from dcpjax.models.config import ModelConfig, from_hf
 from dcpjax.models.rotary import rope_frequencies
-from dcpjax.runtime.runner import Runner
+from dcpjax.runtime.runner import Runner, load_runner
 from dcpjax.sharding.mesh import Layout, check_layout
 
 
@@ -159,7 +159,7 @@ def test_an_illegal_layout_is_refused_before_weights_are_read():
     """deepseek-v2's golden has six heads."""
     files = open_model(GOLDENS / "deepseek-v2")
     with pytest.raises(ValueError, match=r"must divide the 6 heads .* but is 4; use 3"):
-        Runner(files, EngineConfig(tensor_parallel_size=4, decode_context_parallel_size=2, block_size=16))
+        load_runner(files, EngineConfig(tensor_parallel_size=4, decode_context_parallel_size=2, block_size=16))
 
 
 # --- scales, computed by hand

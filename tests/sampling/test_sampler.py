@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dcpjax.api.bitmask import pack
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.request import Request
 from dcpjax.sampling.processors import CANDIDATES, apply_penalties, apply_truncation
@@ -48,7 +47,6 @@ def request(
         max_tokens=100,
         seed=seed,
         end_token_ids=end_token_ids,
-        metrics=RequestMetrics(0.0),
         **default | state,
     )
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.models.config import from_hf
 from dcpjax.planning.floor import exchange
-from dcpjax.runtime import runner as runner_module
+from dcpjax.runtime import model as model_module
 from dcpjax.runtime.batch import build
 from dcpjax.runtime.runner import Runner
-from dcpjax.sharding.link import CABLES, published
-from dcpjax.sharding.merge_cost import MERGE_NAMES, Link, MergeSize, Pace, fastest, seconds, sends
+from dcpjax.sharding.link import PUBLISHED_LINKS, published
+from dcpjax.sharding.merge_cost import MERGE_NAMES, CollectiveSpeed, Link, MergeSize, fastest, seconds, sends
 from dcpjax.sharding.mesh import Layout
 
 FAMILIES = ("llama3", "deepseek-v3")
@@ -29,7 +29,7 @@ make_runner = cache(golden_runner)
 
 
 def merge_size(runner: Runner, rows: int) -> MergeSize:
-    config, layout = runner.config, runner.layout
+    config, layout = runner.model.config, runner.model.layout
     heads = config.num_heads // layout.tp
     width = config.mla.latent_rank if config.mla else config.head_dim
     return MergeSize(rows, heads, width, -(-heads * width // layout.dcp) * layout.dcp, layout.dcp)
@@ -59,7 +59,7 @@ def test_the_model_counts_every_byte_that_the_compiled_merge_sends(family, tp, d
     runner = make_runner(family, tp, dcp, dcp_comm_backend=merge)
     expected: Counter[str] = Counter()
     for send in sends(merge, merge_size(runner, rows=4)):
-        expected[send.kind.replace("_", "-")] += runner.config.num_layers * send.bytes
+        expected[send.kind.replace("_", "-")] += runner.model.config.num_layers * send.bytes
     assert compiled_sends(compiled(runner, scheduled([20, 40])).as_text(), dcp) == pytest.approx(expected, rel=1e-12)
 
 
@@ -77,8 +77,13 @@ def test_the_planner_and_the_cost_model_count_the_same_bytes(family, merge):
 
 def test_a_merge_takes_the_latency_of_each_collective_and_its_bytes_over_the_bandwidth():
     size = MergeSize(rows=3, heads=8, head_dim=4, features=32, ranks=8)
-    paces = [Pace(1.0, 10.0), Pace(2.0, 20.0), Pace(4.0, 40.0), Pace(8.0, 80.0)]
-    link = Link(*paces)
+    speeds = [
+        CollectiveSpeed(1.0, 10.0),
+        CollectiveSpeed(2.0, 20.0),
+        CollectiveSpeed(4.0, 40.0),
+        CollectiveSpeed(8.0, 80.0),
+    ]
+    link = Link(*speeds)
     lse, out, share = 3 * 8, 3 * 32, 7 / 8 * 4
     assert seconds("ag_rs", size, link) == pytest.approx(1 + 8 * share * lse / 10 + 2 + share * out / 20)
     assert seconds("a2a", size, link) == pytest.approx(4 + share * (lse + out) / 40)
@@ -90,7 +95,7 @@ def test_a_merge_takes_the_latency_of_each_collective_and_its_bytes_over_the_ban
 # --- the choice
 
 
-PACES = st.builds(Pace, st.floats(0, 1e-3), st.floats(1e6, 1e12))
+SPEEDS = st.builds(CollectiveSpeed, st.floats(0, 1e-3), st.floats(1e6, 1e12))
 SIZES = st.builds(
     lambda rows, heads, width, ranks: MergeSize(rows, heads, width, -(-heads * width // ranks) * ranks, ranks),
     st.integers(1, 4096),
@@ -100,7 +105,7 @@ SIZES = st.builds(
 )
 
 
-@given(SIZES, st.builds(Link, PACES, PACES, PACES, PACES))
+@given(SIZES, st.builds(Link, SPEEDS, SPEEDS, SPEEDS, SPEEDS))
 def test_nothing_is_predicted_to_be_faster_than_the_choice(size, link):
     chosen = seconds(fastest(size, link), size, link)
     assert all(chosen <= seconds(merge, size, link) for merge in MERGE_NAMES)
@@ -108,25 +113,25 @@ def test_nothing_is_predicted_to_be_faster_than_the_choice(size, link):
 
 def test_ag_rs_is_chosen_where_nothing_is_known_and_where_all_tie():
     size = MergeSize(rows=8, heads=8, head_dim=64, features=512, ranks=8)
-    free = Pace(0.0, float("inf"))
+    free = CollectiveSpeed(0.0, float("inf"))
     assert fastest(size, None) == fastest(size, Link(free, free, free, free)) == "ag_rs"
 
 
 @given(SIZES, st.sampled_from(["nvlink", "pcie"]))
-def test_behind_a_switch_whole_heads_always_go_by_one_all_to_all(size, cable):
+def test_behind_a_switch_whole_heads_always_go_by_one_all_to_all(size, name):
     if size.packs:
-        assert fastest(size, published(CABLES[cable], size.ranks)) == "a2a"
+        assert fastest(size, published(PUBLISHED_LINKS[name], size.ranks)) == "a2a"
 
 
 def test_on_a_torus_few_rows_go_by_all_to_all_and_many_by_reduce_scatter():
-    link = published(CABLES["ici"], 8)
+    link = published(PUBLISHED_LINKS["ici"], 8)
     few = MergeSize(rows=8, heads=64, head_dim=128, features=64 * 128, ranks=8)
     assert fastest(few, link) == "a2a"
     assert fastest(few._replace(rows=256), link) == "ag_rs"
 
 
 def test_fast_all_reduces_make_psum_the_choice():
-    slow, fast = Pace(20e-6, 1e11), Pace(2e-6, 1e12)
+    slow, fast = CollectiveSpeed(20e-6, 1e11), CollectiveSpeed(2e-6, 1e12)
     size = MergeSize(rows=8, heads=64, head_dim=128, features=64 * 128, ranks=8)
     assert fastest(size, Link(slow, slow, slow, fast)) == "psum"
 
@@ -137,9 +142,14 @@ def kinds(runner: Runner, step: Any) -> Counter[str]:
 
 def test_auto_compiles_another_merge_for_each_shape(monkeypatch):
     """An all-to-all that starts at once and crawls: few rows take it and many do not."""
-    quick = Pace(1e-6, 1e9)
-    link = Link(all_gather=quick, reduce_scatter=quick, all_to_all=Pace(0.0, 2e8), all_reduce=Pace(1.0, 1e9))
-    monkeypatch.setattr(runner_module, "find_link", lambda mesh, folder: link)
+    quick = CollectiveSpeed(1e-6, 1e9)
+    link = Link(
+        all_gather=quick,
+        reduce_scatter=quick,
+        all_to_all=CollectiveSpeed(0.0, 2e8),
+        all_reduce=CollectiveSpeed(1.0, 1e9),
+    )
+    monkeypatch.setattr(model_module, "find_link", lambda mesh, folder: link)
     auto = make_runner.__wrapped__("llama3", 1, 8, dcp_comm_backend="auto", max_num_seqs=1)
     assert fastest(merge_size(auto, 1), link) == "a2a"
     assert fastest(merge_size(auto, 32), link) == "ag_rs"
@@ -177,7 +187,7 @@ def kinds_of_layers(family: str) -> int:
 def traced(family: str, merge: str, overlap: bool) -> Counter[str]:
     runner = make_runner(family, 1, 8, dcp_comm_backend=merge, dcp_overlap=overlap)
     batch = build(scheduled([20, 40]), runner.shapes, runner.geometry)
-    text = runner._forward.lower(runner.weights, runner.cache, runner.latest, batch).as_text()
+    text = runner.programs.forward.lower(runner.weights, runner.cache, runner.latest, batch).as_text()
     return Counter(re.findall(r"stablehlo\.(all_gather|all_to_all|reduce_scatter|all_reduce)\b", text))
 
 
@@ -252,7 +262,8 @@ def test_the_cache_is_written_once_before_both_halves():
     def updates(overlap: bool) -> int:
         runner = make_runner("llama3", 1, 8, dcp_overlap=overlap)
         batch = build(scheduled([20, 40]), runner.shapes, runner.geometry)
-        return runner._forward.lower(runner.weights, runner.cache, runner.latest, batch).as_text().count('.scatter"')
+        step = runner.programs.forward.lower(runner.weights, runner.cache, runner.latest, batch)
+        return step.as_text().count('.scatter"')
 
     assert updates(True) == updates(False) > 0
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from dcpjax.models.attention.work import Tiles, Work
 from dcpjax.models.kv_cache import Cache, CacheGeometry, decode
+from dcpjax.models.matmul import matmul
 
 
 class Blocks(NamedTuple):
@@ -115,14 +116,14 @@ def fold(state: State, q: tuple[jax.Array, ...], slots: Slots, limits: jax.Array
     q [M, D'] each, limits [M, 1]. What no row sees is selected away, not multiplied: 0 * NaN is NaN. A value that
     some row sees is trusted to be finite: it belongs to the same request, which a NaN of its own has spoilt.
     """
-    scores = sum(_dot(piece, decoded(key), slots.key_axis) for piece, key in zip(q, slots.keys, strict=True))
+    scores = sum(matmul(piece, decoded(key), (1, slots.key_axis)) for piece, key in zip(q, slots.keys, strict=True))
     scores = jnp.where(slots.position <= limits, scores, -jnp.inf)
     top = jnp.maximum(state.top, jnp.max(scores, axis=1, keepdims=True))
     shift = jnp.where(top == -jnp.inf, 0.0, top)
     shares, keep = jnp.exp(scores - shift), jnp.exp(state.top - shift)
     seen = slots.position_column <= jnp.max(limits)
     values = [jnp.where(seen, decoded(value), 0) for value in slots.values]
-    gained = [_dot(shares.astype(value.dtype), value, 0) for value in values]
+    gained = [matmul(shares.astype(value.dtype), value, (1, 0)) for value in values]
     out = tuple(old * keep + new for old, new in zip(state.out, gained, strict=True))
     return State(out, top, state.total * keep + jnp.sum(shares, axis=1, keepdims=True))
 
@@ -137,10 +138,3 @@ def finish(state: State) -> tuple[tuple[jax.Array, ...], jax.Array]:
 def decoded(stored: jax.Array) -> jax.Array:
     """As stored where the matrix units take it, else raised to float32."""
     return stored if stored.dtype == jnp.bfloat16 else decode(stored)
-
-
-def _dot(left: jax.Array, right: jax.Array, axis: int) -> jax.Array:
-    """left [A, C] times right over its `axis`, summed in float32; float32 is not rounded to tf32 or bfloat16."""
-    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-    dimensions = (((1,), (axis,)), ((), ()))
-    return jax.lax.dot_general(left, right, dimensions, precision=precision, preferred_element_type=jnp.float32)

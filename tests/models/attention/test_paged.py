@@ -26,7 +26,7 @@ from dcpjax.models.attention.work import (
     Work,
 )
 from dcpjax.models.kv_cache import CacheGeometry, LayerCache
-from dcpjax.runtime.batch import Shapes, build
+from dcpjax.runtime.batch import ShapeBuckets, build
 from dcpjax.sharding.merge import Partial, merge
 
 POISONS = (np.nan, np.inf, 1e30, -1e30)
@@ -220,7 +220,7 @@ def work(step: Step, where: Paging, max_tokens: int = TOKENS) -> Work:
         Scheduled(request(number, start + count), start, count, table, True)
         for number, ((start, count), table) in enumerate(zip(step.spans, block_tables(step, where), strict=True))
     ]
-    shapes = Shapes(max_rows=ROWS, max_tokens=max_tokens, table_width=where.table_width)
+    shapes = ShapeBuckets(max_rows=ROWS, max_tokens=max_tokens, table_width=where.table_width)
     return build(scheduled, shapes, where.geometry).work
 
 

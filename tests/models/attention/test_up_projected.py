@@ -34,8 +34,8 @@ from dcpjax.models.attention.work import (
 from dcpjax.models.config import MLAConfig, from_hf
 from dcpjax.models.kernels.cpu.attention_calls import prompt_partial_numba, suits_prompts
 from dcpjax.models.kv_cache import CacheGeometry, LatentCache, encode
-from dcpjax.runtime.batch import PREFILL_TILE, SHORT_TILE, Batch, Shapes, build
-from dcpjax.runtime.runner import Runner
+from dcpjax.runtime.batch import PREFILL_TILE, SHORT_TILE, Batch, ShapeBuckets, build
+from dcpjax.runtime.runner import Runner, load_runner
 from dcpjax.sharding.arrays import is_spec
 from dcpjax.sharding.merge import Partial
 from dcpjax.sharding.mesh import Layout, make_mesh
@@ -83,7 +83,7 @@ def test_published_models_gain_from_158_tokens_on(name, fewest):
 
 
 def test_a_prompt_attends_as_one_where_a_step_is_long_enough_to_gain():
-    plain = Shapes(max_rows=4, max_tokens=2000, table_width=64)
+    plain = ShapeBuckets(max_rows=4, max_tokens=2000, table_width=64)
     whole = replace(plain, whole_prompts_from=158)
     sizes = (8, 32, 64, 128, 157, 158, 256, 2000)
     assert [plain.prefill_tile(size) for size in sizes] == [SHORT_TILE, SHORT_TILE, *[PREFILL_TILE] * 6]
@@ -111,7 +111,7 @@ def test_only_steps_with_large_tiles_are_up_projected_and_no_other_body_is():
 
 def test_models_without_latents_keep_their_tiles():
     config = EngineConfig(dtype="float32", max_num_batched_tokens=256, kv_cache_memory_bytes=2**22)
-    assert Runner(open_model(GOLDENS / "llama3"), config).shapes.prefill_tile(256) == PREFILL_TILE
+    assert load_runner(open_model(GOLDENS / "llama3"), config).shapes.prefill_tile(256) == PREFILL_TILE
 
 
 # --- equal results, one device
@@ -153,13 +153,13 @@ def work_of(spans: Sequence[tuple[int, int]]) -> Work:
         replace(entry, start=start, count=count, block_table=list(range(row * WIDTH, row * WIDTH + WIDTH)))
         for row, (entry, (start, count)) in enumerate(zip(scheduled([sum(span) for span in spans]), spans, strict=True))
     ]
-    shapes = Shapes(max_rows=ROWS, max_tokens=TOKENS, table_width=WIDTH, whole_prompts_from=1)
+    shapes = ShapeBuckets(max_rows=ROWS, max_tokens=TOKENS, table_width=WIDTH, whole_prompts_from=1)
     work = build(step, Fixed(**vars(shapes)), GEOMETRY).work
     assert work.tiles[-1].size == TOKENS
     return work
 
 
-class Fixed(Shapes):
+class Fixed(ShapeBuckets):
     """One shape, so that one program serves all examples."""
 
     def decode_only(self, step: Any) -> bool:
@@ -366,7 +366,7 @@ def traced() -> tuple[Any, Batch]:
     def abstract(specs: Any) -> Any:
         return jax.tree.map(lambda spec: spec.abstract(place), specs, is_leaf=is_spec)
 
-    shapes = Shapes(max_rows=1, max_tokens=CHUNK, table_width=8, whole_prompts_from=CHUNK)
+    shapes = ShapeBuckets(max_rows=1, max_tokens=CHUNK, table_width=8, whole_prompts_from=CHUNK)
     batch = build(scheduled([3 * CHUNK], count=CHUNK), shapes, geometry)
     forward = bind(decoder.forward, config=config, runtime=Runtime(place=place, geometry=geometry))
     weights = abstract(decoder.weight_specs(config, layout, "float32"))
