@@ -82,7 +82,7 @@ class Request:
     num_in_flight: int = 0
 
     # Counted: written by the sampler, which keeps how often each token occurs.
-    history: Any = None
+    token_counts: Any = None
 
     _keys: list[Key] = field(default_factory=list)
 

@@ -1,6 +1,6 @@
-"""Watches a model work, step by step: what a simulation tells of a trace, measured.
+"""Records every step of a real run, with the same fields as the steps of a simulation.
 
-Reads the engine's own counters between steps; changes nothing and times nothing but whole steps.
+Reads the engine's counters between steps and times whole steps.
 """
 
 import time
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One step, as it was chosen and while it was waited for."""
+    """One step of the engine."""
 
-    time: float  # when it was chosen, in seconds since the first
-    seconds: float
+    time: float  # when it started, in seconds since the start of the recording
+    seconds: float  # how long it took
     running: int
     waiting: int
     used_blocks: int
     prefill_tokens: int
-    decode_tokens: int  # tokens that came back
+    decode_tokens: int  # tokens that reached the host during the step
     preempted: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """All steps of some prompts, and their results."""
+    """All steps of a run, and its results in the order of the prompts."""
 
     num_blocks: int
     timeline: tuple[RecordedStep, ...]
@@ -47,7 +47,7 @@ def record(
     prompts: "Prompt | Sequence[Prompt]",
     sampling_params: "SamplingParams | Sequence[SamplingParams] | None" = None,
 ) -> Recording:
-    """`llm.generate`, keeping every step. With `async_scheduling` a step's tokens come back during the next one."""
+    """`llm.generate`, recording every step. With `async_scheduling`, a step's tokens arrive during the next one."""
     events = deque[StreamEvent]()
     running = [RunningPrompt(one, events) for one in llm.intake.submissions(prompts, sampling_params)]
     steps: list[RecordedStep] = []
@@ -59,7 +59,7 @@ def record(
             began = time.monotonic()
             llm.advance()
             after = llm.stats()
-            steps.append(_between(before, after, began - started, time.monotonic() - began))
+            steps.append(_recorded_step(before, after, began - started, time.monotonic() - began))
             before = after
     finally:
         llm.abandon(running)
@@ -68,7 +68,7 @@ def record(
     )
 
 
-def _between(before: EngineStats, after: EngineStats, start: float, seconds: float) -> RecordedStep:
+def _recorded_step(before: EngineStats, after: EngineStats, start: float, seconds: float) -> RecordedStep:
     return RecordedStep(
         time=start,
         seconds=seconds,

@@ -10,9 +10,9 @@ import numpy as np
 
 from dcpjax.engine.scheduler import Scheduled
 from dcpjax.runtime.batch import Batch, ShapeBuckets, padded
-from dcpjax.sampling.buckets import round_up
+from dcpjax.sampling.bucket_size import bucket_size
 from dcpjax.sampling.sampler import SamplingBatch
-from dcpjax.sampling.scoring import shared_count
+from dcpjax.sampling.scoring import shared_num_logprobs
 
 LEAST_SCORED = 32
 
@@ -51,9 +51,9 @@ class ScoredTokens:
     def of(cls, step: Sequence[Scheduled], vocab_size: int) -> "ScoredTokens | None":
         """None if no prompt token of the step is to be scored."""
         scored = scored_tokens(step)
-        size = round_up(len(scored), least=LEAST_SCORED)
+        size = bucket_size(len(scored), smallest=LEAST_SCORED)
         wanted = [step[row].request.params.prompt_logprobs for row, _, _ in scored]
-        count = shared_count(wanted, vocab_size)
+        count = shared_num_logprobs(wanted, vocab_size)
         if count is None:
             return None
         targets = [step[row].request.prompt_token_ids[position + 1] for row, _, position in scored]

@@ -13,7 +13,7 @@ from dcpjax import LLM, SamplingParams, plan, plots
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.notebook_view import describe
 from dcpjax.plots import LoadPoint
-from dcpjax.plots.canvas import COLOURS, colours, on
+from dcpjax.plots.canvas import COLOURS, colours, text_colour
 from dcpjax.runtime.memory import block_bytes_per_device
 from dcpjax.simulation.result import Percentiles
 from dcpjax.simulation.simulator import simulate
@@ -336,8 +336,8 @@ def test_colours_stay_apart_and_their_text_can_be_read():
     pytest.importorskip("matplotlib")
     assert colours(3) == list(COLOURS[:3])
     assert len(set(colours(40))) == 40
-    assert on("#F0E442") == "black"
-    assert on("#0072B2") == "white"
+    assert text_colour("#F0E442") == "black"
+    assert text_colour("#0072B2") == "white"
 
 
 # What a notebook shows of a model
