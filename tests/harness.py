@@ -1,6 +1,6 @@
 """Running prompts through a real step, keeping the logits: what the equivalence tests compare."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from dcpjax.api.config import EngineConfig
 from dcpjax.api.sampling_params import SamplingParams
@@ -47,6 +48,17 @@ def all_logits(weights: Any, cache: Any, latest: Any, batch: Batch, *, config: A
     """`forward`, but giving the logits [N, V] of every token."""
     hidden, cache = decoder.forward(weights, cache, known_tokens(batch, latest), batch.work, config, runtime)
     return decoder.logits(weights, hidden, config, runtime.place), cache
+
+
+def sample(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """The same cases for `parametrize`: those `kept` run by default, the others in the sweep (`pytest -m sweep`)."""
+    cases = list(cases)
+    assert all(case in cases for case in kept), f"{kept} must be among {cases}"
+    return [case if case in kept else swept(case) for case in cases]
+
+
+def swept(case: Any) -> Any:
+    return pytest.param(*case if isinstance(case, tuple) else (case,), marks=pytest.mark.sweep)
 
 
 def golden(family: str) -> dict[str, np.ndarray]:

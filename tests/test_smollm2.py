@@ -77,6 +77,7 @@ def test_a_stream_gives_the_same_text_piece_by_piece(eight_ranks: LLM) -> None:
     assert events[-1].finish_reason == "stop"
 
 
+@pytest.mark.sweep
 def test_a_key_hidden_in_three_thousand_tokens_is_found_on_eight_ranks(eight_ranks: LLM) -> None:
     (result,) = eight_ranks.generate(
         [GOLDEN["needle_prompt"].tolist()], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
