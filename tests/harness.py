@@ -50,15 +50,15 @@ def all_logits(weights: Any, cache: Any, latest: Any, batch: Batch, *, config: A
     return decoder.logits(weights, hidden, config, runtime.place), cache
 
 
-def sample(cases: Iterable[Any], *keep: Any) -> list[Any]:
-    """Parameters of which pytest runs those in `keep` by default and the others with `-m sweep`."""
+def sample(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """The same cases for `parametrize`: those `kept` run by default, the others in the sweep (`pytest -m sweep`)."""
     cases = list(cases)
-    assert all(case in cases for case in keep), "an example that is kept must be one of the cases"
-    marked = pytest.mark.sweep
-    return [
-        case if case in keep else pytest.param(*case if isinstance(case, tuple) else (case,), marks=marked)
-        for case in cases
-    ]
+    assert all(case in cases for case in kept), f"{kept} must be among {cases}"
+    return [case if case in kept else swept(case) for case in cases]
+
+
+def swept(case: Any) -> Any:
+    return pytest.param(*case if isinstance(case, tuple) else (case,), marks=pytest.mark.sweep)
 
 
 def golden(family: str) -> dict[str, np.ndarray]:

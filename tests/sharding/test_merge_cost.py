@@ -244,7 +244,9 @@ def ancestors(text: str) -> dict[str, Instruction]:
 @pytest.mark.parametrize(
     ("family", "tp", "dcp", "merge"),
     sample(
-        [("llama3", 1, 8, "ag_rs"), ("llama3", 2, 4, "psum"), ("deepseek-v3", 1, 8, "a2a")], ("llama3", 2, 4, "psum")
+        [("llama3", 1, 8, "ag_rs"), ("llama3", 2, 4, "psum"), ("deepseek-v3", 1, 8, "a2a")],
+        ("llama3", 2, 4, "psum"),
+        ("deepseek-v3", 1, 8, "a2a"),
     ),
 )
 def test_two_halves_give_the_same_tokens_and_logits(family, tp, dcp, merge):

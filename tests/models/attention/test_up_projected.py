@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled_steps import compiled, instructions, scheduled
-from harness import GOLDENS, Stepper, Trace, golden, golden_runner, sample
+from harness import GOLDENS, Stepper, Trace, golden, golden_runner, swept
 from hypothesis import example, given
 from hypothesis import strategies as st
 from traced import config_of, flops
@@ -260,18 +260,14 @@ def reference() -> list[Trace]:
 
 @pytest.mark.parametrize(
     ("tp", "dcp", "options"),
-    sample(
-        [
-            (1, 1, {}),
-            (2, 4, {"dcp_comm_backend": "ag_rs"}),
-            (2, 4, {"dcp_comm_backend": "a2a"}),
-            (1, 8, {"dcp_comm_backend": "psum"}),
-            (4, 2, {"dcp_replicate_q": True, "cp_kv_cache_interleave_size": 4}),
-            (8, 1, {}),
-        ],
+    [
+        (1, 1, {}),
+        swept((2, 4, {"dcp_comm_backend": "ag_rs"})),
+        (2, 4, {"dcp_comm_backend": "a2a"}),
         (1, 8, {"dcp_comm_backend": "psum"}),
         (4, 2, {"dcp_replicate_q": True, "cp_kv_cache_interleave_size": 4}),
-    ),
+        swept((8, 1, {})),
+    ],
 )
 def test_up_projected_prompts_equal_absorbed_ones_on_every_layout(tp, dcp, options):
     layout = {"tensor_parallel_size": tp * dcp, "decode_context_parallel_size": dcp}

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import sample
 
 from dcpjax.models.kernels.cpu import support
 from dcpjax.models.kernels.cpu.product import TERMS
@@ -38,7 +39,7 @@ def without_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 13, 40])
+@pytest.mark.parametrize("rows", sample([1, 2, 3, 4, 7, 8, 13, 40], 1, 7, 8, 40))
 @pytest.mark.parametrize("columns", [(1,), (12, 95, 3), (24, 32), (200,)])
 @pytest.mark.parametrize("terms", [96, TERMS + 48])
 def test_vector_units_equal_the_float64_product_of_rounded_numbers(rows, columns, terms, dtype, monkeypatch):
