@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled_steps import compiled, instructions, scheduled
-from harness import GOLDENS, Stepper, Trace, golden, golden_runner, swept
+from harness import GOLDENS, Stepper, Trace, golden, golden_runner, sample, swept
 from hypothesis import example, given
 from hypothesis import strategies as st
 from traced import config_of, flops
