@@ -24,7 +24,7 @@ from dcpjax.engine.limits import step_limits
 from dcpjax.engine.result import StepResult
 from dcpjax.engine.scheduler import Limits, Scheduled
 from dcpjax.models import decoder
-from dcpjax.models.attention.up_projected import fewest_queries
+from dcpjax.models.attention.up_projected import up_projection_threshold
 from dcpjax.models.attention.work import Runtime
 from dcpjax.models.config import ModelConfig, from_hf
 from dcpjax.models.kv_cache import CacheGeometry, storage_dtype
@@ -113,7 +113,9 @@ class Runner:
             max_tokens=self.sizes.limits.max_num_batched_tokens,
             table_width=self._table_width(),
             # elsewhere a kernel serves prompts as they are absorbed; up-projected ones would run the loop
-            whole_prompts_from=fewest_queries(self.config.mla) if self.config.mla and self.platform == "cpu" else None,
+            whole_prompts_from=up_projection_threshold(self.config.mla)
+            if self.config.mla and self.platform == "cpu"
+            else None,
         )
         self.latest = self._no_tokens()
         self._forward = compile_on_demand(forward, self.config, self.runtime, self.cache)
