@@ -17,7 +17,7 @@ from dcpjax.api.progress import status
 from dcpjax.checkpoint.model_files import ModelFiles
 from dcpjax.engine.result import StepResult
 from dcpjax.engine.scheduler import Scheduled
-from dcpjax.models.attention.up_projected import fewest_queries
+from dcpjax.models.attention.up_projected import up_projection_threshold
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.runtime.batch import Batch, ShapeBuckets, build
 from dcpjax.runtime.logit_rows import SampledRows, ScoredTokens
@@ -193,7 +193,7 @@ def _shape_buckets(model: MeshModel, sizes: Sizes) -> ShapeBuckets:
         max_tokens=sizes.limits.max_num_batched_tokens,
         table_width=table_width(sizes.max_model_len, model.geometry),
         # only on CPU: elsewhere a kernel takes absorbed prompts, and up-projected ones would run the slower loop
-        whole_prompts_from=fewest_queries(mla) if mla and model.platform == "cpu" else None,
+        whole_prompts_from=up_projection_threshold(mla) if mla and model.platform == "cpu" else None,
     )
 
 

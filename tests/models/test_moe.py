@@ -50,7 +50,7 @@ def dense(x: np.ndarray, ids: np.ndarray, share: np.ndarray, gate: Any, up: Any,
 
 
 def choices(tokens: int = TOKENS) -> st.SearchStrategy[np.ndarray]:
-    """[N, k]: different experts of a token; those outside [0, EXPERTS) lie on other devices."""
+    """[T, k]: different experts of a token; those outside [0, EXPERTS) lie on other devices."""
     token = st.lists(st.integers(-EXPERTS, 2 * EXPERTS - 1), min_size=CHOICES, max_size=CHOICES, unique=True)
     return st.lists(token, min_size=tokens, max_size=tokens).map(lambda rows: np.array(rows, np.int32))
 

@@ -20,7 +20,7 @@ joined = jax.jit(merge)
 
 
 def dense(scores: np.ndarray, values: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float64 softmax of scores [N, H, S] over visible keys, on values [S, H, D] -> out [N, H, D], lse [N, H]."""
+    """float64 softmax of scores [T, H, S] over visible keys, on values [S, H, Y] -> out [T, H, Y], lse [T, H]."""
     visible = mask[:, None, :]
     top = np.where(visible, scores, -np.inf).max(-1, initial=-1e300, keepdims=True)
     shares = np.where(visible, np.exp(np.where(visible, scores - top, 0.0)), 0.0)
@@ -134,7 +134,7 @@ def on_mesh(tp: int, dcp: int, features: int) -> Callable[[jax.Array, jax.Array]
 
 
 def merged_and_expected(tp: int, dcp: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """What each merge gives on a mesh, and the float64 oracle, as [N, tp * F] with zeros where features are padded."""
+    """What each merge gives on a mesh, and the float64 oracle, as [T, tp * features] with zeros in padded features."""
     features = -(-HEADS * HEAD_DIM // dcp) * dcp
     outs, lses, expected = [], [], []
     for group in range(tp):

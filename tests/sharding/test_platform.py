@@ -21,9 +21,9 @@ def array(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
 
 
-def fold(q: jax.Array, k: jax.Array, v: jax.Array) -> softmax.State:
+def fold(q: jax.Array, k: jax.Array, v: jax.Array) -> softmax.SoftmaxState:
     mask = jnp.ones((q.shape[1], k.shape[2]), bool)
-    return softmax.fold(softmax.unseen(q.shape[:3], v.shape[2]), q, k, v, mask)
+    return softmax.fold(softmax.empty_state(q.shape[:3], v.shape[2]), q, k, v, mask)
 
 
 def angles(positions: jax.Array) -> rotary.Rotary:

@@ -375,7 +375,7 @@ def test_write_fills_the_slots_that_the_rank_owns_and_no_other(where, dtype):
 
 
 def new_values(step: Step, tokens: int) -> tuple[np.ndarray, ...]:
-    """The step's own keys and values [N, K, D], NaN where the step is padded."""
+    """The step's own keys and values [T, K, D], NaN where the step is padded."""
     made = []
     for arrays in (step.keys, step.values):
         new = np.concatenate([x[start:] for (start, _), x in zip(step.spans, arrays, strict=True)])

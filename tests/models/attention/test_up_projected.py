@@ -26,7 +26,13 @@ from dcpjax.models.attention import up_projected
 from dcpjax.models.attention.paged import (
     paged_partial_gathered,
 )
-from dcpjax.models.attention.up_projected import NEVER, UpProjection, fewest_queries, prompt_partial, up_projects
+from dcpjax.models.attention.up_projected import (
+    NEVER,
+    UpProjection,
+    prompt_partial,
+    up_projection_threshold,
+    uses_up_projection,
+)
 from dcpjax.models.attention.work import (
     Runtime,
     Work,
@@ -69,7 +75,7 @@ def test_a_tile_is_up_projected_from_where_that_takes_fewer_operations(sizes):
         made, scores, values = sizes.latent_rank * (sizes.nope_dim + sizes.value_dim), sizes.qk_dim, sizes.value_dim
         return made + queries * (scores + values) < queries * 2 * sizes.cached_dim
 
-    fewest = fewest_queries(sizes)
+    fewest = up_projection_threshold(sizes)
     assert gains(fewest) or fewest == NEVER
     assert not gains(fewest - 1)
 
@@ -79,7 +85,7 @@ def test_published_models_gain_from_158_tokens_on(name, fewest):
     """512 * (128 + 128) to make keys and values, 576 + 576 - 192 - 128 saved by each query: 157.5."""
     sizes = from_hf(PRESETS[name]).mla
     assert sizes is not None
-    assert fewest_queries(sizes) == fewest
+    assert up_projection_threshold(sizes) == fewest
 
 
 def test_a_prompt_attends_as_one_where_a_step_is_long_enough_to_gain():
@@ -98,11 +104,11 @@ def runner(tp: int, dcp: int, *, tokens: int = 64, **options: Any) -> Runner:
 def test_only_steps_with_large_tiles_are_up_projected_and_no_other_body_is():
     own, sizes = runner(1, 8), from_hf(open_model(GOLDENS / "deepseek-v3").config).mla
     assert sizes is not None
-    assert own.shapes.whole_prompts_from == fewest_queries(sizes) == 17
+    assert own.shapes.whole_prompts_from == up_projection_threshold(sizes) == 17
 
     def chosen(step: list[Any], body: Any = "auto") -> bool:
         work = build(step, own.shapes, own.geometry).work
-        return up_projects(work, sizes, replace(own.runtime, attention_body=body))
+        return uses_up_projection(work, sizes, replace(own.runtime, attention_body=body))
 
     decodes, short, long = scheduled([20, 40]), scheduled([20], count=20), scheduled([60], count=40)
     assert [chosen(step) for step in (decodes, short, long)] == [False, False, True]
@@ -254,7 +260,7 @@ def traces(**options: Any) -> list[Trace]:
 def reference() -> list[Trace]:
     """Absorbed, on one device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mla, "up_projects", lambda *_: False)
+        patch.setattr(mla, "uses_up_projection", lambda *_: False)
         return traces(block_size=32)
 
 
@@ -309,7 +315,7 @@ SENT = {  # of the bytes of a result, by each device of n
 def program(merge: str, *, up: bool) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if not up:
-            patch.setattr(mla, "up_projects", lambda *_: False)
+            patch.setattr(mla, "uses_up_projection", lambda *_: False)
         own = runner.__wrapped__(1, 8, dcp_comm_backend=merge)
         return compiled(own, scheduled([60], count=40)).as_text()
 
@@ -410,7 +416,7 @@ def test_a_step_multiplies_exactly_what_the_choice_counts_on(monkeypatch):
     up = 2 * (dots(chunk) + CHUNK // up_projected.PIECE * dots(piece))
     assert up == pairs * (made + CHUNK * each)
 
-    monkeypatch.setattr(mla, "up_projects", lambda *_: False)
+    monkeypatch.setattr(mla, "uses_up_projection", lambda *_: False)
     jaxpr, _ = traced()
     _, tile = loops(jaxpr)
     (chunk,) = loops(tile)

@@ -13,8 +13,8 @@ from harness import Stepper, Trace, sample
 from paging import ROWS, Paging, Span, assert_close, live, paging, scheduled, spans, whole
 
 from dcpjax.models.attention.dispatch import (
-    choose_body,
-    choose_store,
+    choose_attention,
+    choose_cache_write,
 )
 from dcpjax.models.attention.paged import (
     paged_partial,
@@ -159,9 +159,9 @@ def test_latents_that_are_whole_vectors_go_to_the_kernel_by_themselves_and_are_w
     assert not suits(odd, geometry)
     runtime = Runtime(place=Placement(make_mesh(Layout())), geometry=geometry)
     work = scheduled([(3, 1)], paging(16, 1, 1, 100))
-    assert choose_body(fits, work, runtime).func is paged_partial_numba  # type: ignore[attr-defined]
-    assert choose_body(odd, work, runtime) is paged_partial
-    assert choose_store(fits, runtime) is None
+    assert choose_attention(fits, work, runtime).func is paged_partial_numba  # type: ignore[attr-defined]
+    assert choose_attention(odd, work, runtime) is paged_partial
+    assert choose_cache_write(fits, runtime) is None
 
 
 SIZES = {  # DeepSeek's shape in whole vectors; prompts are up-projected from 33 tokens on

@@ -52,7 +52,7 @@ def spans(where: Paging) -> list[Span]:
 
 
 def drawn(family: str, work: Work, where: Paging) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scaled queries [N, H, D] of the step; keys and values [R, S, K, D] of every position of every row."""
+    """Scaled queries [T, H, D] of the step; keys and values [B, S, K, D] of every position of every row."""
     random, kv_heads = np.random.default_rng(3), KV_HEADS if family == "gqa" else 1
     q = (HEAD_DIM**-0.5 * random.normal(size=(len(work.positions), HEADS, HEAD_DIM))).astype(np.float32)
     size = (ROWS, where.blocks * where.geometry.block_size, kv_heads, HEAD_DIM)
