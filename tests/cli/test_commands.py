@@ -43,14 +43,16 @@ class FakeLLM:
     max_model_len = 60
     tokenizer = FakeTokenizer()
     runner = SimpleNamespace(
-        layout=Layout(tensor_parallel_size=8, decode_context_parallel_size=4),
+        model=SimpleNamespace(
+            config=SimpleNamespace(cache_heads=1),
+            layout=Layout(tensor_parallel_size=8, decode_context_parallel_size=4),
+            geometry=SimpleNamespace(block_size=256),
+            dtype="bfloat16",
+            kv_dtype="float32",
+            platform="cpu",
+        ),
         sizes=SimpleNamespace(num_blocks=91),
-        geometry=SimpleNamespace(block_size=256),
-        config=SimpleNamespace(cache_heads=1),
         compile_seconds=0.0,
-        dtype="bfloat16",
-        kv_dtype="float32",
-        platform="cpu",
     )
     files = SimpleNamespace(generation_config={"temperature": 0.7, "top_k": 40})
 
