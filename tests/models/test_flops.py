@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from abstract_arrays import abstract_tree
 from compiled_steps import scheduled
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,12 +41,9 @@ def lowered(kind: str, tp: int, dcp: int, context: int = BLOCK) -> tuple[Any, Ba
     place, geometry = Placement(make_mesh(layout)), CacheGeometry(block_size=BLOCK, dcp=dcp)
     runtime = Runtime(place=place, geometry=geometry)
 
-    def abstract(specs: Any) -> Any:
-        return jax.tree.map(lambda spec: spec.abstract(place), specs, is_leaf=is_spec)
-
     batch = prefill(geometry, context)
-    cache_specs = abstract(decoder.cache_specs(config, layout, 8, geometry.slots, "float32"))
-    weights = abstract(decoder.weight_specs(config, layout, "float32"))
+    cache_specs = abstract_tree(decoder.cache_specs(config, layout, 8, geometry.slots, "float32"), place)
+    weights = abstract_tree(decoder.weight_specs(config, layout, "float32"), place)
     step = compile_on_demand(forward, config, runtime, cache_specs)
     return step.trace(weights, cache_specs, jax.ShapeDtypeStruct((1,), np.int32), batch), batch
 

@@ -3,10 +3,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from abstract_arrays import abstract_tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpjax.sharding.arrays import ArraySpec, Axis, abstract_tree, dummy, load, zeros
+from dcpjax.sharding.arrays import ArraySpec, Axis, dummy, load, zeros
 from dcpjax.sharding.mesh import Layout, make_mesh
 from dcpjax.sharding.rules import Placement
 
@@ -42,8 +43,8 @@ def test_source_names_the_entry_behind_each_place(axis):
 
 
 @given(AXES)
-def test_an_axis_is_plain_exactly_when_nothing_moves(axis):
-    assert axis.is_plain == (naive_source(axis) == list(range(axis.size)))
+def test_an_axis_has_its_size_and_one_copy_exactly_when_nothing_moves(axis):
+    assert (axis.padded == axis.size and axis.repeat == 1) == (naive_source(axis) == list(range(axis.size)))
 
 
 def test_axis_looks_like_its_drawing():
