@@ -88,7 +88,7 @@ def test_no_device_attends_more_when_dcp_replaces_tp(kind):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_short_context_costs_a_whole_chunk_on_every_rank(kind):
-    """What dcp does cost: chunks have a fixed number of slots, so eight ranks visit 1,024 positions at least."""
+    """The cost of dcp: chunks have a fixed number of slots, so eight ranks process at least 1,024 positions."""
     short = 64
     assert attention_flops(kind, 1, 8, short) == 8 * attention_flops(kind, 8, 1, short)
 
@@ -102,7 +102,7 @@ def test_the_surplus_of_a_tile_is_less_than_one_chunk_of_every_rank(tokens, dcp,
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_outside_attention_only_the_projections_to_keys_and_values_are_repeated_within_a_dcp_group(kind):
-    """A matrix product costs each device the part of the matrix it holds. MLA's one latent is made everywhere."""
+    """Each device multiplies its part of a matrix. MLA's latent is computed on every device."""
     config = config_of(kind)
     per_device = {layout: matrix_values(kind, *layout) for layout in LAYOUTS}
     heads = {(8, 1): 1, (4, 2): 1, (2, 4): 1, (1, 8): 2} if config.mla is None else dict.fromkeys(LAYOUTS, 0)
