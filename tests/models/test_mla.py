@@ -187,7 +187,7 @@ def test_softmax_scales(name, scale):
 
 
 def test_k2_stretches_every_pair_from_the_twentieth_on():
-    """Both betas are 1: pair 64 ln(4096 / 2 pi) / (2 ln 50000) = 19.16 turns once, so 0..19 are kept and 20.. are scaled."""
+    """Both betas are 1: pair 64 ln(4096 / 2 pi) / (2 ln 50000) = 19.16 rotates once; 0..19 are kept, 20.. scaled."""
     assert 64 * math.log(4096 / (2 * math.pi)) / (2 * math.log(50000)) == pytest.approx(19.16, abs=0.01)
     plain = 50000.0 ** (-np.arange(32) / 32)
     expected = np.where(np.arange(32) <= 19, plain, plain / 32)

@@ -1,4 +1,4 @@
-"""Experts of one device: equal to a loop over experts, independent of other tokens, work in proportion to the tokens."""
+"""Experts of one device: equal to a loop over experts, independent of other tokens, work by the tokens routed."""
 
 import re
 from dataclasses import replace
