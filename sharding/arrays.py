@@ -1,6 +1,6 @@
 """One declaration per array: sizes, logical axes, dtype and initialiser.
 
-Its padded shape, its sharding, its abstract value for a restore and its loader are derived from the `ArraySpec`.
+Its padded shape, its sharding and its loader are derived from the `ArraySpec`.
 """
 
 from collections.abc import Callable
@@ -64,10 +64,6 @@ class Axis:
         group = entry // (self.padded_group_size * self.repeat)
         return np.where(offset < self.group_size, group * self.group_size + offset, -1)
 
-    @property
-    def is_plain(self) -> bool:
-        return self.padded == self.size and self.repeat == 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySpec:
@@ -105,17 +101,9 @@ class ArraySpec:
                 )
         return place.sharding(*self.names)
 
-    def abstract(self, place: Placement) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding(place))
-
 
 def is_spec(leaf: Any) -> bool:
     return isinstance(leaf, ArraySpec)
-
-
-def abstract_tree(specs: Any, place: Placement) -> Any:
-    """The same tree with `jax.ShapeDtypeStruct` leaves that carry shardings."""
-    return jax.tree.map(lambda spec: spec.abstract(place), specs, is_leaf=is_spec)
 
 
 def zeros(spec: ArraySpec, place: Placement) -> jax.Array:

@@ -49,7 +49,7 @@ class MergeSize(NamedTuple):
 
     @property
     def packs(self) -> bool:
-        """Whether whole heads go to each rank, so that a head's lse can travel with its values."""
+        """Whether whole heads go to each rank, so that a head's lse can be sent with its values."""
         return self.heads % self.ranks == 0 and self.features == self.heads * self.head_dim
 
 

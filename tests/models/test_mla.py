@@ -187,7 +187,7 @@ def test_softmax_scales(name, scale):
 
 
 def test_k2_stretches_every_pair_from_the_twentieth_on():
-    """Both betas are 1: pair 64 ln(4096 / 2 pi) / (2 ln 50000) = 19.16 turns once, so 0..19 stay and 20.. slow down."""
+    """Both betas are 1: pair 64 ln(4096 / 2 pi) / (2 ln 50000) = 19.16 rotates once; 0..19 are kept, 20.. scaled."""
     assert 64 * math.log(4096 / (2 * math.pi)) / (2 * math.log(50000)) == pytest.approx(19.16, abs=0.01)
     plain = 50000.0 ** (-np.arange(32) / 32)
     expected = np.where(np.arange(32) <= 19, plain, plain / 32)
@@ -195,7 +195,7 @@ def test_k2_stretches_every_pair_from_the_twentieth_on():
 
 
 def test_v3_stretches_over_a_ramp():
-    """Pairs up to 10 turn 32 times within 4096 positions and stay; from 23 on they turn less than once."""
+    """Pairs up to 10 make 32 rotations within 4096 positions and are kept; from 23 on they make less than one."""
     plain = 10000.0 ** (-np.arange(32) / 32)
     stretched = np.clip((np.arange(32) - 10) / 13, 0, 1)
     expected = plain * (1 - stretched) + plain / 40 * stretched

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from abstract_arrays import abstract_tree
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
@@ -184,17 +185,14 @@ def traced_exchange(family: str, layout: Layout, merge: str, replicate_q: bool, 
     place = Placement(make_mesh(layout), Rules.for_attention(replicate_q=replicate_q))
     runtime = Runtime(place=place, geometry=geometry, dcp_comm_backend=merge, dcp_replicate_q=replicate_q)  # type: ignore[arg-type]
 
-    def abstract(specs: Any) -> Any:
-        return jax.tree.map(lambda spec: spec.abstract(place), specs, is_leaf=is_spec)
-
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     width = geometry.chunk_blocks
     tiles = Tiles(integers(tokens), integers(tokens), integers(tokens), integers(), 1)  # type: ignore[arg-type]
     work = Work(integers(tokens), integers(tokens), integers(tokens, width), (tiles,))  # type: ignore[arg-type]
-    weights = abstract(decoder.weight_specs(config, layout, "float32"))
-    caches = abstract(decoder.cache_specs(config, layout, 2, geometry.slots, "float32"))
+    weights = abstract_tree(decoder.weight_specs(config, layout, "float32"), place)
+    caches = abstract_tree(decoder.cache_specs(config, layout, 2, geometry.slots, "float32"), place)
     step = jax.make_jaxpr(lambda *arrays: decoder.forward(*arrays, config, runtime))
     sent, count = dcp_bytes(step(weights, caches, integers(tokens), work).jaxpr, layout.dcp)
     return sent / tokens / config.num_layers, count / config.num_layers

@@ -1,4 +1,4 @@
-"""What is known of a mesh's links: published, measured and remembered."""
+"""The speeds of a mesh's links: published, measured, and read from the file of an earlier run."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def mesh(tp: int = 2, dcp: int = 4) -> Any:
 
 
 def accelerators(tp: int, dcp: int, kind: str = "NVIDIA H200") -> Any:
-    """What `find_link` reads of a mesh of GPUs."""
+    """A stand-in with what `find_link` reads from a mesh of GPUs."""
     return SimpleNamespace(
         devices=np.array([SimpleNamespace(platform="gpu", device_kind=kind)]), shape={"tp": tp, "dcp": dcp}
     )
@@ -131,7 +131,7 @@ def test_a_line_through_two_sizes_gives_back_latency_and_bandwidth(monkeypatch):
 
 @pytest.mark.parametrize("times", [(2.0, 1.0), (0.0, 1.0), (-1.0, 1.0), (1e-9, 1.0)])
 def test_times_that_no_line_fits_are_no_measurement(monkeypatch, times):
-    """Not growing, not positive, or growing by more than the bytes do."""
+    """Times that do not grow, are not positive, or grow more than the bytes."""
     sizes = dict(zip(link_module.SIZES, times, strict=True))
     monkeypatch.setattr(link_module, "time_one", lambda mesh, kind, floats: sizes[floats])
     assert measured(mesh()) is None

@@ -1,4 +1,4 @@
-"""The cost model of the merges beside what is compiled, the choice it makes, and merging in two halves."""
+"""The cost model of the merges against the compiled program, the choice it makes, and merging in two halves."""
 
 import re
 from collections import Counter
@@ -141,7 +141,7 @@ def kinds(runner: Runner, step: Any) -> Counter[str]:
 
 
 def test_auto_compiles_another_merge_for_each_shape(monkeypatch):
-    """An all-to-all that starts at once and crawls: few rows take it and many do not."""
+    """An all-to-all of no latency and low bandwidth: it is chosen for few rows and not for many."""
     quick = CollectiveSpeed(1e-6, 1e9)
     link = Link(
         all_gather=quick,
@@ -171,16 +171,16 @@ def test_auto_on_cpu_is_ag_rs():
 
 @pytest.mark.parametrize(("family", "merge"), [*(("llama3", merge) for merge in MERGE_NAMES), ("deepseek-v3", "a2a")])
 def test_two_halves_run_every_collective_of_the_merge_twice(family, merge):
-    """In the program as traced, where layers alike stand once: XLA's CPU backend drops the barrier early and joins the
-    all-reduces again."""
+    """Counted in the traced program, which has layers of equal shapes once: XLA's CPU backend removes the barrier early
+    and joins the all-reduces again."""
     whole, halves = traced(family, merge, False), traced(family, merge, True)
     added = {"ag_rs": {"all_gather": 1, "reduce_scatter": 1}, "a2a": {"all_to_all": 1}, "psum": {"all_reduce": 3}}
     assert halves - whole == {kind: kinds_of_layers(family) * count for kind, count in added[merge].items()}
 
 
 def kinds_of_layers(family: str) -> int:
-    """Dense ones, and with experts."""
-    config = make_runner(family, 1, 8).model.config
+    """1 or 2: dense layers, and layers with experts."""
+    config = make_runner(family, 1, 8).config
     return len({config.is_moe(layer) for layer in range(config.num_layers)})
 
 
@@ -211,7 +211,7 @@ def test_without_halves_no_exchange_can_run_beside_attention():
 
 
 class Instruction:
-    """A line of a compiled program and the names of all it needs, however indirectly."""
+    """A line of a compiled program and the names of all instructions it depends on, also indirectly."""
 
     def __init__(self, line: str, above: frozenset[str]) -> None:
         self.line, self.above = line, above
@@ -226,12 +226,12 @@ def merge_collectives(waits: dict[str, Instruction]) -> list[str]:
 
 
 def unordered(waits: dict[str, Instruction], one: str, other: str) -> bool:
-    """Whether neither needs the other."""
+    """Whether neither depends on the other."""
     return one not in waits[other].above and other not in waits[one].above
 
 
 def ancestors(text: str) -> dict[str, Instruction]:
-    """Every instruction of the entry computation, in order: each is printed after what it needs."""
+    """Every instruction of the entry computation, in the order of the text: each after those it depends on."""
     entry = text[text.index("\nENTRY ") :]
     found: dict[str, Instruction] = {}
     for line in entry.splitlines():
@@ -250,7 +250,7 @@ def ancestors(text: str) -> dict[str, Instruction]:
     ),
 )
 def test_two_halves_give_the_same_tokens_and_logits(family, tp, dcp, merge):
-    """Three requests run, at most three may: halves of two and one."""
+    """Three requests, which is also the limit: halves of two tokens and one."""
     prompts = [[3, 5, 7], [11] * 20, list(range(3, 43))]
     options = {"tensor_parallel_size": tp * dcp, "decode_context_parallel_size": dcp, "max_num_seqs": 3}
     options |= {"dcp_comm_backend": merge, "max_num_batched_tokens": 64}

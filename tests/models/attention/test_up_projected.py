@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from abstract_arrays import abstract_tree
 from compiled_steps import compiled, instructions, scheduled
 from harness import GOLDENS, Stepper, Trace, golden, golden_runner, sample, swept
 from hypothesis import example, given
@@ -40,9 +41,8 @@ from dcpjax.models.attention.work import (
 from dcpjax.models.config import MLAConfig, from_hf
 from dcpjax.models.kernels.cpu.attention_calls import prompt_partial_numba, suits_prompts
 from dcpjax.models.kv_cache import CacheGeometry, LatentCache, encode
-from dcpjax.runtime.batch import PREFILL_TILE, SHORT_TILE, Batch, ShapeBuckets, build
-from dcpjax.runtime.runner import Runner, load_runner
-from dcpjax.sharding.arrays import is_spec
+from dcpjax.runtime.batch import PREFILL_TILE, SHORT_TILE, Batch, Shapes, build
+from dcpjax.runtime.runner import Runner
 from dcpjax.sharding.merge import Partial
 from dcpjax.sharding.mesh import Layout, make_mesh
 from dcpjax.sharding.rules import Placement
@@ -369,14 +369,11 @@ def traced() -> tuple[Any, Batch]:
     config, layout = config_of("mla"), Layout(tensor_parallel_size=8, decode_context_parallel_size=4)
     place, geometry = Placement(make_mesh(layout)), CacheGeometry(block_size=BLOCK, dcp=4)
 
-    def abstract(specs: Any) -> Any:
-        return jax.tree.map(lambda spec: spec.abstract(place), specs, is_leaf=is_spec)
-
-    shapes = ShapeBuckets(max_rows=1, max_tokens=CHUNK, table_width=8, whole_prompts_from=CHUNK)
+    shapes = Shapes(max_rows=1, max_tokens=CHUNK, table_width=8, whole_prompts_from=CHUNK)
     batch = build(scheduled([3 * CHUNK], count=CHUNK), shapes, geometry)
     forward = bind(decoder.forward, config=config, runtime=Runtime(place=place, geometry=geometry))
-    weights = abstract(decoder.weight_specs(config, layout, "float32"))
-    cache_specs = abstract(decoder.cache_specs(config, layout, 8, geometry.slots, "float32"))
+    weights = abstract_tree(decoder.weight_specs(config, layout, "float32"), place)
+    cache_specs = abstract_tree(decoder.cache_specs(config, layout, 8, geometry.slots, "float32"), place)
     tokens = jax.ShapeDtypeStruct((CHUNK,), np.int32)
     return jax.jit(forward).trace(weights, cache_specs, tokens, batch.work).jaxpr.jaxpr, batch
 

@@ -61,7 +61,7 @@ def drawn(family: str, work: Work, where: Paging) -> tuple[np.ndarray, np.ndarra
 
 
 def stored(family: str, work: Work, where: Paging, rank: int, dtype: Any = np.float32) -> Cache:
-    """One rank's cache: what the step can see where the formula puts it, NaN everywhere else."""
+    """One rank's cache: what the step sees in the slots of `locate`, NaN in all others."""
     geometry, (_, keys, values) = where.geometry, drawn(family, work, where)
     pool = np.full((2, ROWS * where.blocks, geometry.slots, *keys.shape[2:]), np.nan, dtype)
     for row, count in enumerate(live(work)):
