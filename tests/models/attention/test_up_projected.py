@@ -41,8 +41,8 @@ from dcpjax.models.attention.work import (
 from dcpjax.models.config import MLAConfig, from_hf
 from dcpjax.models.kernels.cpu.attention_calls import prompt_partial_numba, suits_prompts
 from dcpjax.models.kv_cache import CacheGeometry, LatentCache, encode
-from dcpjax.runtime.batch import PREFILL_TILE, SHORT_TILE, Batch, Shapes, build
-from dcpjax.runtime.runner import Runner
+from dcpjax.runtime.batch import PREFILL_TILE, SHORT_TILE, Batch, ShapeBuckets, build
+from dcpjax.runtime.runner import load_runner
 from dcpjax.sharding.merge import Partial
 from dcpjax.sharding.mesh import Layout, make_mesh
 from dcpjax.sharding.rules import Placement
@@ -54,7 +54,7 @@ TOLERANCE = 2e-5
 def several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models have short tiles, which should still be several pieces."""
     monkeypatch.setattr(up_projected, "PIECE", 16)
-    monkeypatch.setattr(up_projected, "SHORT_PIECE", 4)
+    monkeypatch.setattr(up_projected, "ABSORBED_PIECE", 4)
 
 
 # --- the choice

@@ -11,7 +11,7 @@ from harness import sample
 from dcpjax.models.kernels.cpu import support
 from dcpjax.models.kernels.cpu.product import TERMS
 from dcpjax.models.kernels.cpu.product_calls import MOST_ROWS, fused_dots, suits, suits_matrix_units
-from dcpjax.models.layers import Normed, dot, dots
+from dcpjax.models.layers import NormedInput, dot, dots
 
 matrix_units = pytest.mark.skipif(not support.matrix_units(), reason="the CPU has no matrix units")
 
@@ -75,7 +75,7 @@ def test_kernels_norm_gate_and_add_as_xla_does(rows, width, dtype):
     x, gate = drawn(rows, 64, width, dtype)
     up, down = drawn(rows + 1, 64, width, dtype)[1], drawn(rows + 2, width, 64, dtype)[1]
     gate, up, down = gate / 8, up / 8, down / 8
-    normed = Normed(3 * x, jnp.linspace(0.5, 2, 64, dtype=dtype), 0.1)
+    normed = NormedInput(3 * x, jnp.linspace(0.5, 2, 64, dtype=dtype), 0.1)
     risen, raised = dots(normed, gate, up)
     expected = 3 * x + dot(jax.nn.silu(risen) * raised, down)
     found = fused_dots(3 * x, gate, up, down, norm=(normed.weight, 0.1), gated=True, onto=3 * x)[0]
@@ -86,7 +86,7 @@ def test_kernels_norm_gate_and_add_as_xla_does(rows, width, dtype):
 
 def test_a_norm_of_another_dtype_is_no_kernels_business():
     x, weight = drawn(3, 64, 40, jnp.bfloat16)
-    normed = Normed(x, jnp.linspace(0.5, 2, 64, dtype=jnp.float32), 0.1)
+    normed = NormedInput(x, jnp.linspace(0.5, 2, 64, dtype=jnp.float32), 0.1)
     found, expected = dots(normed, weight, single_cpu=True)[0], dots(normed, weight)[0]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
