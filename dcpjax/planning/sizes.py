@@ -103,8 +103,7 @@ def _kinds_and_specs(weights: decoder.Weights) -> Iterator[Part]:
     if weights.head is not None:
         yield "head", weights.head
     for layer in weights.layers:
-        yield "norm", layer.input_norm
-        yield "norm", layer.post_norm
+        yield from _with_kind("norm", layer.replace(attention=None, mlp=None))  # type: ignore[attr-defined]
         yield from _with_kind("attention", layer.attention)
         if not isinstance(layer.mlp, MoEWeights):
             yield from _with_kind("dense", layer.mlp)

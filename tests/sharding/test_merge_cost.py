@@ -180,7 +180,7 @@ def test_two_halves_run_every_collective_of_the_merge_twice(family, merge):
 
 def kinds_of_layers(family: str) -> int:
     """1 or 2: dense layers, and layers with experts."""
-    config = make_runner(family, 1, 8).config
+    config = make_runner(family, 1, 8).model.config
     return len({config.is_moe(layer) for layer in range(config.num_layers)})
 
 

@@ -42,7 +42,7 @@ from dcpjax.models.config import MLAConfig, from_hf
 from dcpjax.models.kernels.cpu.attention_calls import prompt_partial_numba, suits_prompts
 from dcpjax.models.kv_cache import CacheGeometry, LatentCache, encode
 from dcpjax.runtime.batch import PREFILL_TILE, SHORT_TILE, Batch, ShapeBuckets, build
-from dcpjax.runtime.runner import load_runner
+from dcpjax.runtime.runner import Runner, load_runner
 from dcpjax.sharding.merge import Partial
 from dcpjax.sharding.mesh import Layout, make_mesh
 from dcpjax.sharding.rules import Placement
@@ -369,7 +369,7 @@ def traced() -> tuple[Any, Batch]:
     config, layout = config_of("mla"), Layout(tensor_parallel_size=8, decode_context_parallel_size=4)
     place, geometry = Placement(make_mesh(layout)), CacheGeometry(block_size=BLOCK, dcp=4)
 
-    shapes = Shapes(max_rows=1, max_tokens=CHUNK, table_width=8, whole_prompts_from=CHUNK)
+    shapes = ShapeBuckets(max_rows=1, max_tokens=CHUNK, table_width=8, whole_prompts_from=CHUNK)
     batch = build(scheduled([3 * CHUNK], count=CHUNK), shapes, geometry)
     forward = bind(decoder.forward, config=config, runtime=Runtime(place=place, geometry=geometry))
     weights = abstract_tree(decoder.weight_specs(config, layout, "float32"), place)

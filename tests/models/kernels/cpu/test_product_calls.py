@@ -105,14 +105,14 @@ def test_silu_goes_through_at_both_ends():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_dot_uses_kernels_on_a_lone_cpu_alone_and_adds_bias_and_stream(dtype):
     x, weight = drawn(3, 64, 40, dtype)
-    bias, onto = jnp.arange(40, dtype=dtype), jnp.ones((3, 40))
+    bias, residual = jnp.arange(40, dtype=dtype), jnp.ones((3, 40))
 
     def text(single_cpu: bool) -> str:
         return jax.jit(lambda x, w: dot(x, w, bias, single_cpu=single_cpu)).lower(x, weight).as_text()
 
     assert "dcpjax_product" in text(True)
     assert "dcpjax_product" not in text(False)
-    for options in ({"bias": bias}, {"onto": onto}, {"bias": bias, "onto": onto}):
+    for options in ({"bias": bias}, {"residual": residual}, {"bias": bias, "residual": residual}):
         found, expected = dot(x, weight, single_cpu=True, **options), dot(x, weight, **options)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
