@@ -116,4 +116,4 @@ class SimOptions:
         if not is_number(value) or not 0 < value < math.inf:
             raise ValueError(f"speedup must be a positive number, but is {value!r}; use 1")
         if value != 1 and self.arrivals != "trace":
-            raise ValueError(f"speedup must be 1 where arrivals={self.arrivals}, but is {value}; use arrivals=trace")
+            raise ValueError(f"speedup must be 1 with arrivals={self.arrivals}, but is {value}; use arrivals=trace")

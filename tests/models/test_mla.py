@@ -19,6 +19,7 @@ from dcpjax.models import mla
 from dcpjax.models.checkpoint_names import HeadRows
 from dcpjax.models.config import ModelConfig, from_hf
 from dcpjax.models.rotary import rope_frequencies
+from dcpjax.runtime.memory import block_bytes_per_device
 from dcpjax.runtime.runner import Runner, load_runner
 from dcpjax.sharding.mesh import Layout, check_layout
 
@@ -89,7 +90,7 @@ PROGRAMS = [
 @pytest.mark.parametrize(("tp", "dcp", "merge", "chunk"), PROGRAMS)
 def test_the_step_holds_the_collectives_of_other_families_and_no_more(tp, dcp, merge, chunk):
     """A layer gathers its queries and merges; experts, like a dense block, cost one all-reduce."""
-    layers = runner(tp, dcp, merge).config.num_layers
+    layers = runner(tp, dcp, merge).model.config.num_layers
     expected = Counter({kind: layers * count for kind, count in MERGE_COLLECTIVES[merge].items()})
     expected += Counter({"all-reduce": 2 * layers + 1})  # o_proj, MLP; embedding
     found = Counter(kind for kind, _ in instructions(program(tp, dcp, merge, chunk=chunk).as_text()))
@@ -109,7 +110,7 @@ def test_no_collective_moves_latents_and_every_cache_byte_is_aliased(tp, dcp, me
 
 def test_tensor_parallelism_alone_merges_nothing():
     found = Counter(kind for kind, _ in instructions(program(8, 1).as_text()))
-    assert found == {"all-reduce": 2 * runner(8, 1).config.num_layers + 1}
+    assert found == {"all-reduce": 2 * runner(8, 1).model.config.num_layers + 1}
 
 
 def test_a_replicated_query_projection_saves_one_gather_per_layer():
@@ -121,8 +122,8 @@ def test_a_replicated_query_projection_saves_one_gather_per_layer():
 
 
 def test_latent_bytes_per_device_fall_by_dcp_alone():
-    whole = runner(8, 1).block_bytes_per_device()
-    assert [runner(tp, dcp).block_bytes_per_device() for tp, dcp in ((2, 4), (1, 8))] == [whole // 4, whole // 8]
+    whole = block_bytes_per_device(runner(8, 1).model)
+    assert [block_bytes_per_device(runner(tp, dcp).model) for tp, dcp in ((2, 4), (1, 8))] == [whole // 4, whole // 8]
 
 
 # --- equal results

@@ -108,7 +108,7 @@ def test_only_steps_with_large_tiles_are_up_projected_and_no_other_body_is():
 
     def chosen(step: list[Any], body: Any = "auto") -> bool:
         work = build(step, own.shapes, own.geometry).work
-        return uses_up_projection(work, sizes, replace(own.runtime, attention_body=body))
+        return uses_up_projection(work, sizes, replace(own.model.runtime, attention_body=body))
 
     decodes, short, long = scheduled([20, 40]), scheduled([20], count=20), scheduled([60], count=40)
     assert [chosen(step) for step in (decodes, short, long)] == [False, False, True]
