@@ -20,9 +20,10 @@ from dcpjax.models.config import from_hf
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
-from bench_decode import read_all, row, write_gguf  # noqa: E402
 from bench_prefill import chunks, prefill_operations  # noqa: E402
 from bench_throughput import Answer, Kind, Profile, export, kind_of, random_prompts, report, rounds  # noqa: E402
+from measuring import row  # noqa: E402
+from other_runtimes import read_all, write_gguf  # noqa: E402
 
 LLAMA_FIELDS = {
     "llama.block_count": 1,
