@@ -1,4 +1,4 @@
-"""The library's face: prompts in, text out. Joins tokenizer, engine and text; holds no arrays of its own."""
+"""`LLM`: prompts in, text out. Joins a model on its mesh, the engine and the frontend."""
 
 import os
 import time
@@ -7,19 +7,21 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from dcpjax.api.checks import check_option_names
 from dcpjax.api.config import EngineConfig
 from dcpjax.api.outputs import RequestOutput, StreamEvent
 from dcpjax.api.progress import bar
-from dcpjax.api.sampling_params import SamplingParams, check_option_names
+from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.checkpoint.model_files import ModelFiles, open_model
 from dcpjax.checkpoint.tokenizer import Tokenizer
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.stats import EngineStats
-from dcpjax.frontend.completion import Completion, Job
+from dcpjax.frontend.completion import Completion, RunningPrompt
 from dcpjax.frontend.intake import Intake, Message, Prompt
+from dcpjax.frontend.submission import Submission
 from dcpjax.notebook_view import describe
 from dcpjax.runtime.interrupts import held_interrupts
-from dcpjax.runtime.runner import Runner
+from dcpjax.runtime.runner import load_runner
 from dcpjax.runtime.warmup import warm_up
 
 
@@ -40,9 +42,9 @@ class LLM:
         self.files: ModelFiles = open_model(model)
         self.tokenizer: Tokenizer | None = self.files.tokenizer()
         self.progress = progress
-        self.runner = Runner(self.files, self.engine_config, progress=progress)
+        self.runner = load_runner(self.files, self.engine_config, progress=progress)
         warm_up(self.runner, self.engine_config.warmup)
-        config, sizes = self.runner.config, self.runner.sizes
+        sizes = self.runner.sizes
         self.engine = Engine(
             self.runner,
             num_blocks=sizes.num_blocks,
@@ -53,20 +55,18 @@ class LLM:
             self.files,
             self.engine_config,
             self.tokenizer,
-            vocab_size=config.vocab_size,
+            vocab_size=self.runner.model.config.vocab_size,
             max_model_len=sizes.max_model_len,
         )
-        self._active: dict[int, Completion] = {}
+        self._active: dict[int, Completion] = {}  # by the number of its request
 
     def __repr__(self) -> str:
-        layout, sizes = self.runner.layout, self.runner.sizes
-        return (
-            f"LLM({str(self.files.path)!r}, tp={layout.tp} x dcp={layout.dcp}, {self.runner.dtype}, "
-            f"cache {sizes.num_blocks * self.runner.geometry.block_size} tokens)"
-        )
+        model, tokens = self.runner.model, self.runner.sizes.num_blocks * self.runner.geometry.block_size
+        layout = f"tp={model.layout.tp} x dcp={model.layout.dcp}"
+        return f"LLM({str(self.files.path)!r}, {layout}, {model.dtype}, cache {tokens} tokens)"
 
     def _repr_html_(self) -> str:
-        return describe(self)
+        return describe(self.files.path, self.runner)
 
     @property
     def max_model_len(self) -> int:
@@ -104,7 +104,7 @@ class LLM:
         Raises:
             ValueError: `sampling_params` or `priority` is a list of another length than `prompts`.
         """
-        return self._collect(self.intake.jobs(prompts, sampling_params, priority), use_tqdm)
+        return self._collect(self.intake.submissions(prompts, sampling_params, priority), use_tqdm)
 
     def chat(
         self,
@@ -122,7 +122,7 @@ class LLM:
 
         `chat_template_kwargs` are the template's own switches, such as {"enable_thinking": False}.
         """
-        jobs = self.intake.chat_jobs(
+        submissions = self.intake.chat_submissions(
             messages,
             sampling_params,
             priority,
@@ -131,7 +131,7 @@ class LLM:
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self._collect(jobs, use_tqdm)
+        return self._collect(submissions, use_tqdm)
 
     def stream(
         self,
@@ -139,7 +139,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Generator[StreamEvent]:
         """Yield text as it becomes certain. Closing the generator ends its requests and frees their blocks."""
-        return self._run(self.intake.jobs(prompts, sampling_params))
+        return self._stream(self.intake.submissions(prompts, sampling_params))
 
     def stream_chat(
         self,
@@ -149,59 +149,55 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Generator[StreamEvent]:
         """`chat`, as a stream."""
-        return self._run(self.intake.chat_jobs(messages, sampling_params, tools=tools))
+        return self._stream(self.intake.chat_submissions(messages, sampling_params, tools=tools))
 
-    def _collect(self, jobs: list[Job], use_tqdm: bool) -> list[RequestOutput]:
+    def _collect(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
+        events = deque[StreamEvent]()
+        prompts = [RunningPrompt(submission, events) for submission in submissions]
         shown = use_tqdm and self.progress
-        for job in jobs:
-            job.streamed = False
-        with bar(description="generating", total=len(jobs), shown=shown) as meter:
+        with bar(description="generating", total=len(prompts), shown=shown) as meter:
             tokens, started = 0, time.monotonic()
-            for event in self._run(jobs):
+            for event in self._run(prompts, events, streamed=False):
                 tokens += len(event.token_ids)
                 if event.finish_reason:
                     meter.set_postfix_str(f"{tokens / (time.monotonic() - started):.1f} tokens/s", refresh=False)
-                    meter.update(sum(job.output.finished for job in jobs) - meter.n)
-        return [job.output for job in jobs]
+                    meter.update(sum(prompt.output.finished for prompt in prompts) - meter.n)
+        return [prompt.output for prompt in prompts]
 
-    def _run(self, jobs: list[Job]) -> Generator[StreamEvent]:
-        """Drive the engine until these jobs are done; others' tokens go to their own queues."""
-        events, unfinished = deque[StreamEvent](), set(range(len(jobs)))
+    def _stream(self, submissions: list[Submission]) -> Generator[StreamEvent]:
+        events = deque[StreamEvent]()
+        return self._run([RunningPrompt(submission, events) for submission in submissions], events, streamed=True)
+
+    def _run(
+        self, prompts: list[RunningPrompt], events: deque[StreamEvent], *, streamed: bool
+    ) -> Generator[StreamEvent]:
+        """Drive the engine until these prompts are done. The tokens of others go to their own events."""
+        unfinished = set(range(len(prompts)))
         try:
-            for job in jobs:
-                job.events = events
-                self.start(job)
+            for prompt in prompts:
+                self.start(prompt, streamed=streamed)
             while events or unfinished:
                 while events:
                     event = events.popleft()
-                    if jobs[event.prompt_index].output.finished:
+                    if prompts[event.prompt_index].output.finished:
                         unfinished.discard(event.prompt_index)
                     yield event
                 if unfinished:
                     self.advance()
         finally:
-            self.abandon(jobs)
+            self.abandon(prompts)
 
-    def advance(self) -> None:
-        """Run one step; jobs get their new tokens as events."""
-        with held_interrupts():
-            for request in self.engine.step():
-                if request.number in self._active:
-                    self._deliver(self._active[request.number])
+    def start(self, prompt: RunningPrompt, *, streamed: bool = True) -> None:
+        """Queue a prompt; `advance` brings it to its end.
 
-    def _deliver(self, completion: Completion) -> None:
-        if completion.take_tokens():
-            self.engine.end(completion.request)
-        if completion.output.finish_reason:
-            del self._active[completion.request.number]
-
-    def start(self, job: Job) -> None:
-        """Queue a job; `advance` brings it to its end."""
-        if job.error is not None:
-            job.fail(job.error)
+        Args:
+            streamed: whether the caller waits for each token, so that other prompts must not hold it up for long.
+        """
+        if prompt.submission.error is not None:
+            prompt.fail(prompt.submission.error)
             return
-        self.intake.start(job)
-        for completion in job.completions:
+        self.intake.start(prompt, streamed=streamed)
+        for completion in prompt.completions:
             try:
                 self.engine.add(completion.request)
             except ValueError as error:
@@ -209,9 +205,25 @@ class LLM:
             else:
                 self._active[completion.request.number] = completion
 
-    def abandon(self, jobs: list[Job]) -> None:
-        """Free what unfinished jobs hold; after an interrupted step, see to the cache."""
-        numbers = {completion.request.number for job in jobs for completion in job.completions}
+    def advance(self) -> None:
+        """Run one step; prompts get their new tokens as events."""
+        with held_interrupts():
+            for request in self.engine.step():
+                if request.number in self._active:
+                    self._deliver(self._active[request.number])
+
+    def _deliver(self, completion: Completion) -> None:
+        completion.take_tokens()
+        output, request = completion.output, completion.request
+        if output.finish_reason is None:
+            return
+        if request.finish_reason is None:  # a stop string in the text, which the engine does not see
+            self.engine.end(request, output.finish_reason, output.stop_reason)
+        del self._active[request.number]
+
+    def abandon(self, prompts: list[RunningPrompt]) -> None:
+        """Free what unfinished prompts hold; after an interrupted step, see to the cache."""
+        numbers = {completion.request.number for prompt in prompts for completion in prompt.completions}
         left = [self._active.pop(number) for number in numbers & self._active.keys()]
         for completion in left:
             self.engine.end(completion.request)

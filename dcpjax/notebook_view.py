@@ -1,44 +1,45 @@
-"""A loaded model as a small table for a notebook. Reads what is there; every cell is escaped."""
+"""A loaded model as a small table for a notebook. Every cell is escaped."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+import jax
 
 from dcpjax.api.outputs import counted, html_table
+from dcpjax.runtime.memory import Sizes
+from dcpjax.runtime.model import MeshModel
+from dcpjax.runtime.runner import Runner
 
-if TYPE_CHECKING:
-    from dcpjax.llm import LLM
 
-
-def describe(llm: "LLM") -> str:
+def describe(path: Path, runner: Runner) -> str:
     """Model, layout, weights and cache with what each device holds of them, and the limits of a step."""
-    runner = llm.runner
+    model, sizes = runner.model, runner.sizes
     return html_table(
         [
-            ("model", f"{llm.files.path}, {counted(runner.config.num_layers, 'layer')}"),
-            ("layout", _layout(llm)),
-            ("weights", f"{runner.dtype}, {_per_device(runner.weights)}"),
-            ("KV cache", _cache(llm)),
-            ("requests", _limits(llm)),
+            ("model", f"{path}, {counted(model.config.num_layers, 'layer')}"),
+            ("layout", _layout(model)),
+            ("weights", f"{model.dtype}, {_per_device(runner.weights)}"),
+            ("KV cache", f"{_cache(model, sizes)}, {_per_device(runner.cache)}"),
+            ("requests", _limits(sizes)),
         ]
     )
 
 
-def _layout(llm: "LLM") -> str:
-    runner = llm.runner
-    layout, exchange = runner.layout, f", merged by {runner.runtime.dcp_comm_backend}"
-    devices = counted(layout.devices, f"{runner.platform} device")
+def _layout(model: MeshModel) -> str:
+    layout, exchange = model.layout, f", merged by {model.runtime.dcp_comm_backend}"
+    devices = counted(layout.devices, f"{model.platform} device")
     return f"tp={layout.tp} x dcp={layout.dcp} on {devices}{exchange if layout.dcp > 1 else ''}"
 
 
-def _cache(llm: "LLM") -> str:
-    runner, blocks = llm.runner, llm.runner.sizes.num_blocks
-    size, copies = runner.geometry.block_size, runner.layout.duplication(runner.config.cache_heads)
+def _cache(model: MeshModel, sizes: Sizes) -> str:
+    blocks, size = sizes.num_blocks, model.geometry.block_size
+    copies = model.layout.duplication(model.config.cache_heads)
     tokens = f"{counted(blocks * size, 'token')} in {counted(blocks, 'block')} of {size:,}"
-    return f"{tokens}, stored {copies}x, {runner.kv_dtype}, {_per_device(runner.cache)}"
+    return f"{tokens}, stored {copies}x, {model.kv_dtype}"
 
 
-def _limits(llm: "LLM") -> str:
-    sizes = llm.runner.sizes
+def _limits(sizes: Sizes) -> str:
     return (
         f"up to {counted(sizes.max_model_len, 'token')} each, {sizes.limits.max_num_seqs:,} at once, "
         f"{counted(sizes.limits.max_num_batched_tokens, 'token')} a step"
@@ -46,9 +47,7 @@ def _limits(llm: "LLM") -> str:
 
 
 def _per_device(arrays: Any) -> str:
-    """`12.3 MiB per device`: of the first device, all hold the same."""
-    import jax
-
+    """`12.3 MiB per device`: every device holds as much."""
     held = sum(
         math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in jax.tree.leaves(arrays)
     )

@@ -1,18 +1,18 @@
-"""How an array is found in a checkpoint when it is not one tensor read as it stands. Plain data."""
+"""Names of arrays in a checkpoint: of a tensor, or of an array that is made of several tensors or of parts of one."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Tensors of equal shape, one behind the other along a new first axis: the experts of a layer."""
+    """Tensors of equal shape, stacked along a new first axis: the experts of a layer."""
 
     tensors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Rows `start .. stop - 1` of each head of a tensor [heads * rows, I], as [heads, stop - start, I]."""
+    """Rows `start .. stop - 1` of each head of a tensor [heads * rows, columns], as [heads, stop - start, columns]."""
 
     tensor: str
     rows: int  # of one head

@@ -1,7 +1,7 @@
-"""What a checkpoint's `config.json` says, as numbers.
+"""A model's config, read from a checkpoint's `config.json`.
 
-`from_hf` is the only place that knows Hugging Face key names. The file is data: unknown keys are ignored,
-nothing in it is run, and a setting that would change the mathematics and is not supported is refused by name.
+`from_hf` is the only place that knows Hugging Face key names. Unknown keys are ignored, no code from the checkpoint is
+run, and a setting that would change the computation and is not supported is refused by name.
 """
 
 import math
@@ -14,17 +14,17 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al. 2021) and how its frequencies are stretched."""
+    """Rotary position embedding (Su et al. 2021) and the scaling of its frequencies."""
 
     theta: float
     kind: Literal["default", "linear", "llama3", "yarn", "factors"] = "default"
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3: wavelengths above original/low are divided by `factor`
-    high_freq_factor: float = 4.0  # llama3: wavelengths below original/high are left alone
+    low_freq_factor: float = 1.0  # llama3: frequencies of wavelengths above original/low are divided by `factor`
+    high_freq_factor: float = 4.0  # llama3: wavelengths below original/high are kept
     original_max_position_embeddings: int = 0
     factors: tuple[float, ...] = ()  # one divisor per frequency
-    beta_fast: float = 32.0  # yarn: pairs that turn more often than this within the original length are left alone
-    beta_slow: float = 1.0  # yarn: pairs that turn less often are divided by `factor`
+    beta_fast: float = 32.0  # yarn: pairs with more rotations than this within the original length are kept
+    beta_slow: float = 1.0  # yarn: frequencies of pairs with fewer rotations are divided by `factor`
     truncate: bool = True  # yarn: round the two bounds outwards to whole pairs
     angle_scale: float = 1.0  # yarn: cosine and sine are multiplied by this
     softmax_mscale: float = 1.0  # yarn with mscale_all_dim: the softmax scale is multiplied by its square
@@ -36,9 +36,9 @@ class MLAConfig:
 
     q_rank: int | None  # None: queries read the hidden state itself
     latent_rank: int  # C
-    nope_dim: int
+    nope_dim: int  # X
     rope_dim: int  # R
-    value_dim: int
+    value_dim: int  # Y
 
     @property
     def qk_dim(self) -> int:
@@ -52,12 +52,12 @@ class MLAConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Sizes of a mixture of experts and how its router chooses."""
+    """Sizes of a mixture of experts and the rules of its router."""
 
     experts: int
     experts_per_token: int
     intermediate_size: int
-    shared_size: int  # width of the experts that every token visits, 0 for none
+    shared_size: int  # width of the experts that every token goes to, 0 for none
     scoring: Literal["softmax", "sigmoid"]
     correction_bias: bool
     groups: int  # 1: experts compete with all others
@@ -93,12 +93,12 @@ class ModelConfig:
 
     @property
     def cache_heads(self) -> int:
-        """KV heads as the cache sees them: one latent serves every head."""
+        """KV heads of the cache: with latent attention, one latent serves every head."""
         return self.num_kv_heads if self.mla is None else 1
 
     @property
     def rope_dim(self) -> int:
-        """Dimensions of a head that turn with the position."""
+        """Dimensions of a head with rotary position embedding."""
         return self.head_dim if self.mla is None else self.mla.rope_dim
 
     def is_moe(self, layer: int) -> bool:
@@ -248,7 +248,7 @@ def _refuse_unsupported(config: Json) -> None:
 
 
 def _rope(config: Json, head_dim: int) -> RopeConfig:
-    """Both the present form (`rope_parameters`) and the older one (`rope_theta`, `rope_scaling`)."""
+    """Read the current keys (`rope_parameters`) or the older ones (`rope_theta`, `rope_scaling`)."""
     scaling: Json = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = float(scaling.get("rope_theta", config.get("rope_theta") or 10000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -278,7 +278,7 @@ def _rope(config: Json, head_dim: int) -> RopeConfig:
 def _yarn_scales(scaling: Json, factor: float, latent: bool) -> dict[str, float]:
     """YaRN's two temperatures (Peng et al. 2023, section 3.4, with DeepSeek's mscale terms).
 
-    Only latent attention multiplies its softmax scale; the others carry all of it in cosine and sine.
+    Only latent attention multiplies its softmax scale; other families have the whole factor in cosine and sine.
     """
     mscale, all_dim = float(scaling.get("mscale") or 0.0), float(scaling.get("mscale_all_dim") or 0.0)
     angle_scale = scaling.get("attention_factor")

@@ -1,8 +1,8 @@
 """A pre-norm decoder: embedding, layers of attention and feed-forward, final norm, head.
 
-Which attention (grouped-query or latent) and which feed-forward (dense or mixture of experts) a layer has follows
-from the config, for every family. Declares the weights once and runs them; a model is functions over a plain tree
-of arrays. Names logical axes, never mesh axes; knows nothing about requests or sampling.
+The config says which attention (grouped-query or latent) and which feed-forward block (dense or mixture of experts) a
+layer has; all families share this file. A model is functions over a plain tree of arrays: `weight_specs` declares
+them, `weight_names` names them in a checkpoint, `forward` computes with them.
 """
 
 from functools import partial as bind
@@ -16,7 +16,7 @@ from dcpjax.models import gqa, mla, mlp, moe
 from dcpjax.models.attention.work import Runtime, Work
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import Cache
-from dcpjax.models.layers import Normed, dot, lookup, rms_norm
+from dcpjax.models.layers import NormedInput, dot, lookup, rms_norm
 from dcpjax.models.rotary import Rotary, shared_rotary
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.mesh import Layout
@@ -40,12 +40,12 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     # [M]
     norm: Leaf
-    # [V, M], None where the embedding is used again
+    # [V, M], None if the embedding is used instead
     head: Leaf
 
 
 def weight_specs(config: ModelConfig, layout: Layout, dtype: str) -> Weights:
-    """Every weight as an `ArraySpec`, padded and repeated so that it fits the layout."""
+    """Every weight as an `ArraySpec`, padded and repeated to fit the layout."""
     model = Axis(config.hidden_size)
     norm = ArraySpec(axes=(model,), dtype=dtype, init="ones")
     table = ArraySpec(axes=(Axis(config.vocab_size, "vocab", multiple=layout.devices), model), dtype=dtype)
@@ -63,7 +63,7 @@ def weight_specs(config: ModelConfig, layout: Layout, dtype: str) -> Weights:
 
 
 def weight_names(config: ModelConfig) -> Weights:
-    """The same tree holding names of a Hugging Face checkpoint."""
+    """The same tree with the names of a Hugging Face checkpoint."""
 
     def layer(number: int) -> LayerWeights:
         root = f"{config.prefix}model.layers.{number}"
@@ -96,10 +96,11 @@ def forward(
     config: ModelConfig,
     runtime: Runtime,
 ) -> tuple[jax.Array, tuple[Cache, ...]]:
-    """Advance every request by its query tokens: tokens [N] -> hidden [N, M] float32, and the updated cache."""
+    """Advance every request by its query tokens: tokens [T] -> hidden [T, M] float32, and the updated cache."""
     hidden = runtime.place.constrain(lookup(weights.embed, tokens), None, None)
-    angles = shared_rotary(work.positions, config.rope_dim, config.rope, runtime.place.platform)
-    run = jax.jit(bind(_layer, config=config, runtime=runtime))  # layers alike are traced once; XLA inlines them
+    angles = shared_rotary(work.positions, config.rope_dim, config.rope)
+    # a call, so that layers of equal shapes are traced once; XLA inlines it
+    run = jax.jit(bind(_layer, config=config, runtime=runtime))
     updated = []
     for layer, layer_cache in zip(weights.layers, cache, strict=True):
         hidden, layer_cache = run(layer, layer_cache, hidden, work, angles)
@@ -108,7 +109,7 @@ def forward(
 
 
 def logits(weights: Weights, hidden: jax.Array, config: ModelConfig, place: Placement) -> jax.Array:
-    """hidden [R, M] -> float32 [R, V] on every device; ids that only pad the vocabulary are cut off."""
+    """hidden [rows, M] -> float32 [rows, V] on every device, without the padding of the vocabulary."""
     head = weights.embed if weights.head is None else weights.head
     scores = place.constrain(dot(hidden, head, single_cpu=place.single_cpu), None, "vocab")
     return place.constrain(scores, None, None)[:, : config.vocab_size]
@@ -123,9 +124,9 @@ def _layer(
     config: ModelConfig,
     runtime: Runtime,
 ) -> tuple[jax.Array, Cache]:
-    x = Normed(hidden, weights.input_norm, config.rms_norm_eps)
+    x = NormedInput(hidden, weights.input_norm, config.rms_norm_eps)
     hidden, cache = _attention(config).run(weights.attention, cache, x, work, angles, config, runtime)
-    x = Normed(hidden, weights.post_norm, config.rms_norm_eps)
+    x = NormedInput(hidden, weights.post_norm, config.rms_norm_eps)
     with jax.named_scope("mlp"):
         if isinstance(weights.mlp, moe.MoEWeights):
             return moe.run(weights.mlp, x, config, runtime.place), cache

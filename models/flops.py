@@ -1,4 +1,4 @@
-"""How much a token costs: multiply-adds, counted from the config. Knows no arrays, layouts or machines."""
+"""Multiply-adds per token, counted from the config."""
 
 import math
 
@@ -12,18 +12,18 @@ from dcpjax.sharding.mesh import Layout
 
 
 def per_token(config: ModelConfig) -> int:
-    """Of the layers' weights one token meets: every matrix once, of the experts those it is routed to."""
+    """Products of one token with the layers' weights: every matrix once; of the experts, those it is routed to."""
     layers = decoder.weight_specs(config, Layout(), "bfloat16").layers
     return sum(_weights(layer.attention) + _feed_forward(layer.mlp, config) for layer in layers)
 
 
 def per_choice(config: ModelConfig) -> int:
-    """Of the head, to choose a next token."""
+    """The logits of one token, from which the next token is chosen."""
     return config.hidden_size * config.vocab_size
 
 
 def per_position(config: ModelConfig) -> int:
-    """Of a token's attention to one position, over all layers: a score and a share of the value for each head."""
+    """Attention of one token to one position, in all layers: the score and the weighted value of each head."""
     dims = 2 * config.head_dim if config.mla is None else config.mla.cached_dim + config.mla.latent_rank
     return config.num_layers * config.num_heads * dims
 

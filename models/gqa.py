@@ -10,7 +10,7 @@ from dcpjax.models.attention.dispatch import attend_on_device
 from dcpjax.models.attention.work import Runtime, Work
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import LayerCache
-from dcpjax.models.layers import Normed, add_bias, dot, dots, rms_norm
+from dcpjax.models.layers import NormedInput, add_bias, dot, dots, rms_norm
 from dcpjax.models.rotary import Rotary, rotate
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.merge import gather_over_dcp
@@ -19,7 +19,7 @@ from dcpjax.sharding.mesh import Layout
 
 @struct.dataclass
 class GQAWeights:
-    """Projections are [out, in]; a family without a bias or head norm holds None there."""
+    """Projections are [out, in]; a bias or head norm that the family does not have is None."""
 
     # [H * D, M], [K * D, M], [K * D, M]
     q: Leaf
@@ -95,7 +95,7 @@ def cache_specs(config: ModelConfig, layout: Layout, num_blocks: int, slots: int
 
 
 def _kv_axis(config: ModelConfig, layout: Layout, size: int) -> Axis:
-    """`size` entries per KV head, each head copied where there are more head groups than heads."""
+    """`size` entries per KV head; heads are copied if there are fewer of them than `tp` groups."""
     copies = layout.duplication(config.num_kv_heads)
     return Axis(config.num_kv_heads * size, "kv_heads", groups=config.num_kv_heads, repeat=copies)
 
@@ -103,21 +103,21 @@ def _kv_axis(config: ModelConfig, layout: Layout, size: int) -> Axis:
 def run(
     weights: GQAWeights,
     cache: LayerCache,
-    x: Normed,
+    x: NormedInput,
     work: Work,
     angles: Rotary,
     config: ModelConfig,
     runtime: Runtime,
 ) -> tuple[jax.Array, LayerCache]:
-    """x [N, M] -> its stream [N, M] with what attention adds, and the updated cache.
+    """x [T, M] -> the residual stream [T, M] plus the result of attention, and the updated cache.
 
-    q [N, tp * F] over `query`, F = H * D / tp padded so that it divides by dcp. Per device:
+    Features of a dcp group: H * D / tp, padded so that dcp divides them. Per device:
 
-    1. gather q over dcp                         [N, F / dcp] -> [N, F]; heads [N, H / tp, D], norm, rope
+    1. gather q over dcp                         [T, features / dcp] -> [T, features]; heads [T, H / tp, D], norm, rope
     2. write new keys and values                 to the slots this rank owns
-    3. partial attention                         over this rank's slots -> out [N, H / tp, D], lse [N, H / tp]
+    3. partial attention                         over this rank's slots -> out [T, H / tp, D], lse [T, H / tp]
     4. merge over dcp                            by lse, one of three exchanges
-    5. keep the features of the own o_proj rows  [N, F / dcp]
+    5. keep the features of the own o_proj rows  [T, features / dcp]
     """
     place = runtime.place
     with jax.named_scope("qkv"):
@@ -138,7 +138,7 @@ def run(
         check_vma=False,
     )(q, k, v, cache, work, angles, (weights.q_norm, weights.k_norm))
     with jax.named_scope("out_projection"):
-        hidden = dot(features, weights.o, weights.o_bias, onto=x.stream, single_cpu=place.single_cpu)
+        hidden = dot(features, weights.o, weights.o_bias, residual=x.residual, single_cpu=place.single_cpu)
         return place.constrain(hidden, None, None), cache
 
 
@@ -164,6 +164,6 @@ def _run_on_device(
 
 
 def _heads(x: jax.Array, norm: jax.Array | None, config: ModelConfig) -> jax.Array:
-    """[N, H * D] -> [N, H, D], each head normed where the family does so."""
+    """[T, H * D] -> [T, H, D], with the head norm if the family has one."""
     x = x.reshape(x.shape[0], -1, config.head_dim)
     return x if norm is None else rms_norm(x, norm, config.rms_norm_eps)

@@ -1,13 +1,11 @@
-"""The paged KV cache: where a token's keys and values live, and how they are written and read.
+"""The paged KV cache: where a token's keys and values are stored, and how they are written and read.
 
-A block holds `block_size` consecutive positions of one request whatever the layout; each dcp rank stores
+A block holds `block_size` consecutive positions of one request for any layout; each dcp rank stores
 `block_size / dcp` of them. With block_size 8, dcp 2 and interleave 2:
 
     position   0 1 2 3 4 5 6 7
     rank       0 0 1 1 0 0 1 1
     slot       0 1 0 1 2 3 2 3
-
-Knows positions, blocks and slots; knows nothing about requests or who owns a block.
 """
 
 from dataclasses import dataclass
@@ -23,12 +21,12 @@ from dcpjax.sharding.arrays import Leaf
 
 Ints = TypeVar("Ints", int, np.ndarray, jax.Array)
 
-CHUNK_SLOTS = 128  # slots one pass of attention loads; fewer waste its fixed cost, more waste short requests
+CHUNK_SLOTS = 128  # loaded at once: with fewer the fixed cost dominates, more are wasted on short requests
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheGeometry:
-    """Position <-> (block index, rank, slot): a bijection, the same arithmetic on host and device."""
+    """The bijection of a position and (block index, rank, slot), the same arithmetic on host and device."""
 
     block_size: int
     dcp: int = 1
@@ -50,12 +48,12 @@ class CacheGeometry:
 
     @cached_property
     def chunk_blocks(self) -> int:
-        """Blocks that one chunk spans: more than one when a block is short."""
+        """Blocks of one chunk: more than one if a block is shorter than a chunk."""
         return max(1, CHUNK_SLOTS // self.slots)
 
     @cached_property
     def chunk_slots_per_block(self) -> int:
-        """Slots a chunk takes from each of its blocks: a divisor of `slots`, unless the divisors are all tiny."""
+        """Slots a chunk takes from each of its blocks: a divisor of `slots`, or all if the divisors are too small."""
         if self.slots <= CHUNK_SLOTS:
             return self.slots
         largest = next(size for size in range(CHUNK_SLOTS, 0, -1) if self.slots % size == 0)
@@ -63,7 +61,7 @@ class CacheGeometry:
 
     @property
     def chunk_slots(self) -> int:
-        """Slots of one chunk on one rank: the unit of attention work, a fixed size."""
+        """S: slots of one chunk on one rank."""
         return self.chunk_blocks * self.chunk_slots_per_block
 
     def locate(self, position: Ints) -> tuple[Ints, Ints, Ints]:
@@ -83,20 +81,20 @@ class CacheGeometry:
         return -(-tokens // self.block_size)
 
     def tokens_per_rank(self, tokens: int) -> tuple[int, ...]:
-        """How many of the first `tokens` positions each rank stores."""
+        """The number of the first `tokens` positions that each rank stores."""
         stripes, rest = divmod(tokens, self.dcp * self.interleave)
         over = (min(max(rest - rank * self.interleave, 0), self.interleave) for rank in range(self.dcp))
         return tuple(stripes * self.interleave + extra for extra in over)
 
     def chunks(self, tokens: Ints) -> Ints:
-        """Chunks that hold the first `tokens` positions. From the global length: the same on every rank.
+        """Chunks that hold the first `tokens` positions; the same on every rank, enough for the fullest one.
 
-        No tokens end with the last chunk of the block before the first, which has number -1.
+        For 0 tokens the result is 0: the last position is then -1, in the last chunk of block -1.
         """
         last, stripe = tokens - 1, self.dcp * self.interleave
         block, offset = last // self.block_size, last % self.block_size
         within = offset % stripe
-        beyond = within - (self.interleave - 1)  # what is left for other ranks: rank 0 fills first
+        beyond = within - (self.interleave - 1)  # positions on ranks after rank 0, which is filled first
         last_slot = offset // stripe * self.interleave + within - beyond * (beyond > 0)
         per_block = self.slots // self.chunk_slots_per_block
         if per_block > 1:
@@ -105,9 +103,10 @@ class CacheGeometry:
 
 
 def storage_dtype(dtype: str, platform: str) -> np.dtype:
-    """The dtype that holds cached values.
+    """The dtype in which the cache stores values.
 
-    XLA's CPU backend widens a whole bfloat16 array to scatter into it, so there the same bits are kept in uint16.
+    XLA's CPU backend converts a whole bfloat16 array to float32 to scatter into it, so on CPU the same bits are
+    stored as uint16.
     """
     return np.dtype(np.uint16) if dtype == "bfloat16" and platform == "cpu" else jnp.dtype(dtype)
 
@@ -127,16 +126,16 @@ def decode(stored: jax.Array) -> jax.Array:
 
 
 class Chunk(NamedTuple):
-    """Where one chunk of a request lies on this rank."""
+    """The slots of one chunk of a request on this rank."""
 
     block_ids: jax.Array  # [blocks] int32
-    first: jax.Array  # [] int32: first slot of each of these blocks
-    size: int  # slots of each of these blocks
-    positions: jax.Array  # [blocks * size] int32: position of each slot in the request
+    first: jax.Array  # [] int32: first slot within each of these blocks
+    size: int  # slots within each of these blocks; S = blocks * size
+    positions: jax.Array  # [S] int32: position of each slot in the request
 
 
 def locate_chunk(table: jax.Array, row: jax.Array, chunk: jax.Array, geometry: CacheGeometry, rank: jax.Array) -> Chunk:
-    """Chunk number `chunk` of the request in `row` of the block table [R, W]."""
+    """Chunk number `chunk` of the request in `row` of the block table [B, W]."""
     size, blocks = geometry.chunk_slots_per_block, geometry.chunk_blocks
     pieces = geometry.slots // size  # chunks per block where a block is long
     first_block, first_slot = chunk // pieces * blocks, chunk % pieces * size
@@ -148,7 +147,7 @@ def locate_chunk(table: jax.Array, row: jax.Array, chunk: jax.Array, geometry: C
 
 @struct.dataclass
 class LayerCache:
-    """One layer's keys and values, N blocks of P slots per rank."""
+    """One layer's keys and values: N blocks of P slots per rank."""
 
     # [N, dcp, K, D, P] cache dtype, transposed so that scores read along slots
     keys: Leaf
@@ -168,11 +167,11 @@ class LayerCache:
         return self.values.shape[4]
 
     def read(self, chunk: Chunk) -> tuple[jax.Array, jax.Array]:
-        """Per device: keys [K, D, S], values [K, S, D] of one chunk, raised to float32."""
+        """Per device: keys [K, D, S], values [K, S, D] of one chunk, as float32."""
         return decode(_read_slots(self.keys, chunk, axis=4)), decode(_read_slots(self.values, chunk, axis=3))
 
     def read_blocks(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Per device: keys [W * P, K, D], values [W * P, K, D] of whole blocks ids [W], raised to float32."""
+        """Per device: keys [W * P, K, D], values [W * P, K, D] of the whole blocks `ids` [W], as float32."""
         keys, values = self.keys[ids, 0].transpose(0, 3, 1, 2), self.values[ids, 0].transpose(0, 2, 1, 3)
         return decode(keys).reshape(-1, *keys.shape[2:]), decode(values).reshape(-1, *values.shape[2:])
 
@@ -186,7 +185,7 @@ class LayerCache:
 
 @struct.dataclass
 class LatentCache:
-    """One layer's latents for multi-head latent attention: one KV head whose keys are also its values."""
+    """One layer's latents, for multi-head latent attention: one KV head whose keys are also its values."""
 
     # [N, dcp, P, C + R] cache dtype
     latents: Leaf
@@ -201,16 +200,16 @@ class LatentCache:
 
     @property
     def value_dim(self) -> int:
-        """All C + R columns: multiplying the few too many is cheaper than slicing the cache."""
+        """C + R: multiplying R columns too many is cheaper than a slice of the cache."""
         return self.latents.shape[3]
 
     def read(self, chunk: Chunk) -> tuple[jax.Array, jax.Array]:
-        """Per device: keys [1, C + R, S], values [1, S, C + R] of one chunk, raised to float32."""
+        """Per device: keys [1, C + R, S], values [1, S, C + R] of one chunk, as float32."""
         latents = decode(_read_slots(self.latents, chunk, axis=2))
         return latents.T[None], latents[None]
 
     def read_blocks(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Per device: keys and values [W * P, 1, C + R] of whole blocks ids [W], raised to float32."""
+        """Per device: keys and values [W * P, 1, C + R] of the whole blocks `ids` [W], as float32."""
         latents = decode(self.latents[ids, 0]).reshape(-1, 1, self.value_dim)
         return latents, latents
 
@@ -225,9 +224,9 @@ AnyCache = TypeVar("AnyCache", LayerCache, LatentCache)
 
 
 def _read_slots(stored: jax.Array, chunk: Chunk, axis: int) -> jax.Array:
-    """The slots of a chunk side by side: per device [N, 1, ...] with slots along `axis` -> [...].
+    """The slots of a chunk, contiguous: per device [N, 1, ...] with slots along `axis` -> [...].
 
-    Copied slice by slice: XLA's CPU backend takes several times as long to gather or to concatenate.
+    Copied block by block: XLA's CPU backend takes several times as long for a gather or a concatenation.
     """
     ids, size = chunk.block_ids, chunk.size
     starts, sizes = [jnp.zeros_like(chunk.first)] * stored.ndim, [1, *stored.shape[1:]]
@@ -241,8 +240,8 @@ def _read_slots(stored: jax.Array, chunk: Chunk, axis: int) -> jax.Array:
     shape = list(stored.shape[2:])
     shape[axis - 2] = size * ids.shape[0]
 
-    def copy(place: jax.Array, slots: jax.Array) -> jax.Array:
-        block_id = jax.lax.dynamic_index_in_dim(ids, place, keepdims=False, allow_negative_indices=False)
-        return jax.lax.dynamic_update_slice_in_dim(slots, read(block_id), place * size, axis - 2)
+    def copy(index: jax.Array, slots: jax.Array) -> jax.Array:
+        block_id = jax.lax.dynamic_index_in_dim(ids, index, keepdims=False, allow_negative_indices=False)
+        return jax.lax.dynamic_update_slice_in_dim(slots, read(block_id), index * size, axis - 2)
 
     return jax.lax.fori_loop(0, ids.shape[0], copy, jnp.zeros(shape, stored.dtype))

@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), absorbed.
 
 The cache holds one latent of C values and one rope key of R values per token, nothing else. The key projection
-moves to the query (`q_nope @ W_uk`), so that every head attends to the latent itself, and the value projection
-follows the merge. For attention this is one KV head of C + R values whose first C are also the value. Long prompts
-take fewer operations with keys and values up-projected: `mla_prefill`.
+is applied to the query instead (`q_nope @ W_uk`), so that every head attends to the latent itself, and the value
+projection follows the merge. For attention this is one KV head of C + R values whose first C are also the value. Long
+prompts take fewer operations with keys and values up-projected: `attention.up_projected`.
 """
 
 from functools import partial as bind
@@ -15,12 +15,12 @@ from flax import struct
 
 from dcpjax.models import layers
 from dcpjax.models.attention.dispatch import attend_on_device
-from dcpjax.models.attention.up_projected import UpProjection, prompt_partial, up_projects
+from dcpjax.models.attention.up_projected import UpProjection, prompt_partial, uses_up_projection
 from dcpjax.models.attention.work import Runtime, Work
 from dcpjax.models.checkpoint_names import HeadRows
 from dcpjax.models.config import MLAConfig, ModelConfig
 from dcpjax.models.kv_cache import LatentCache
-from dcpjax.models.layers import Normed, rms_norm
+from dcpjax.models.layers import NormedInput, rms_norm
 from dcpjax.models.rotary import Rotary, rotate, split_pairs
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.merge import gather_over_dcp
@@ -29,12 +29,12 @@ from dcpjax.sharding.mesh import Layout
 
 @struct.dataclass
 class MLAWeights:
-    """E is the rank of the query's own latent, absent in V2-Lite; X the nope, R the rope and Y the value head dim."""
+    """X, R and Y are the head dims without rope, with rope and of values; q_rank the rank of the query's own latent."""
 
-    # [E, M], [E]; None where `q` reads the hidden state itself
+    # [q_rank, M], [q_rank]; None if `q` reads the hidden state itself, as in V2-Lite
     q_down: Leaf
     q_norm: Leaf
-    # [H * (X + R), E] or [H * (X + R), M]
+    # [H * (X + R), q_rank] or [H * (X + R), M]
     q: Leaf
     # [C + R, M], [C]
     kv_down: Leaf
@@ -87,32 +87,34 @@ def cache_specs(config: ModelConfig, layout: Layout, num_blocks: int, slots: int
 def run(
     weights: MLAWeights,
     cache: LatentCache,
-    x: Normed,
+    x: NormedInput,
     work: Work,
     angles: Rotary,
     config: ModelConfig,
     runtime: Runtime,
 ) -> tuple[jax.Array, LatentCache]:
-    """x [N, M] -> its stream [N, M] with what attention adds, and the updated cache.
+    """x [T, M] -> the residual stream [T, M] plus the result of attention, and the updated cache.
 
-    Heads are split over the whole pool, H / T to a device. Per device:
+    Heads are split over all devices: H / devices on each. Per device:
 
-    1. own heads' queries, rope, absorb W_uk     [N, H / T, C + R]; gather over dcp -> [N, H / tp, C + R]
+    1. own heads' queries, rope, absorb W_uk     [T, H / devices, C + R]; gather over dcp -> [T, H / tp, C + R]
     2. write new latents                         to the slots this rank owns
-    3. partial attention                         over this rank's slots -> out [N, H / tp, C], lse [N, H / tp]
+    3. partial attention                         over this rank's slots -> out [T, H / tp, C], lse [T, H / tp]
     4. merge over dcp                            by lse, one of three exchanges
-    5. keep the own heads, W_uv                  [N, H / T, C] -> [N, H / T * Y], the rows of the own o_proj
+    5. keep the own heads, W_uv                  [T, H / devices, C] -> [T, H / devices * Y], the own rows of o_proj
 
-    Where long prompts are up-projected, W_uk and W_uv of H / tp heads are gathered over dcp, and instead:
+    With long prompts up-projected, W_uk and W_uv of H / tp heads are gathered over dcp, and instead:
 
-    1. own heads' queries, rope                  [N, H / T, X + R]; gather over dcp -> [N, H / tp, X + R]
-    3. partial attention                         over this rank's slots -> out [N, H / tp, Y], lse [N, H / tp]
-    4. merge over dcp                            by lse -> [N, H / T * Y], the rows of the own o_proj
+    1. own heads' queries, rope                  [T, H / devices, X + R]; gather over dcp -> [T, H / tp, X + R]
+    3. partial attention                         over this rank's slots -> out [T, H / tp, Y], lse [T, H / tp]
+    4. merge over dcp                            by lse -> [T, H / devices * Y], the own rows of o_proj
     """
     place, mla = runtime.place, _config(config)
     dot = bind(layers.dot, single_cpu=place.single_cpu)
     with jax.named_scope("qkv"):
-        q_input = x if weights.q_down is None else Normed(dot(x, weights.q_down), weights.q_norm, config.rms_norm_eps)
+        q_input = x
+        if weights.q_down is not None:
+            q_input = NormedInput(dot(x, weights.q_down), weights.q_norm, config.rms_norm_eps)
         q = place.constrain(dot(q_input, weights.q), None, "query")
         latent, rope_key = jnp.split(dot(x, weights.kv_down), [mla.latent_rank], axis=-1)
         rope_key = rotate(split_pairs(rope_key)[:, None, :], angles)[:, 0]
@@ -135,7 +137,7 @@ def run(
         check_vma=False,
     )(q, latent, cache, work, angles, weights.w_uk, weights.w_uv)
     with jax.named_scope("out_projection"):
-        return place.constrain(dot(features, weights.o, onto=x.stream), None, None), cache
+        return place.constrain(dot(features, weights.o, residual=x.residual), None, None), cache
 
 
 def _run_on_device(
@@ -155,7 +157,7 @@ def _run_on_device(
     with jax.named_scope("rope"):
         q_nope, q_rope = jnp.split(q.reshape(tokens, -1, mla.qk_dim), [mla.nope_dim], axis=-1)
         q = jnp.concatenate([q_nope, rotate(split_pairs(q_rope), angles)], axis=-1)
-    if up_projects(work, mla, runtime):
+    if uses_up_projection(work, mla, runtime):
         return _run_up_projected(q, latent, cache, work, up, mla, runtime)
     with jax.named_scope("absorb"):
         q = up.absorb(q)
@@ -177,17 +179,17 @@ def _run_up_projected(
     mla: MLAConfig,
     runtime: Runtime,
 ) -> tuple[jax.Array, LatentCache]:
-    """Per device: q [N, H / T, X + R], rotated -> [N, H / T * Y], and the updated cache."""
+    """Per device: q [T, H / devices, X + R], rotated -> [T, H / devices * Y], and the updated cache."""
     with jax.named_scope("gather_query"):
         q = q if runtime.dcp_replicate_q else gather_over_dcp(q)
     with jax.named_scope("gather_up_projection"):
         up = _gather_up_projection(up, mla, runtime)
-    body = bind(prompt_partial, up=up, mla=mla, runtime=runtime)
-    return attend_on_device(q, (latent,), cache, work, q.shape[1] * mla.value_dim, runtime, body=body)
+    attention = bind(prompt_partial, up=up, mla=mla, runtime=runtime)
+    return attend_on_device(q, (latent,), cache, work, q.shape[1] * mla.value_dim, runtime, attention=attention)
 
 
 def _gather_up_projection(up: UpProjection, mla: MLAConfig, runtime: Runtime) -> UpProjection:
-    """That of all heads of the dcp group, in one exchange. Where queries are replicated, W_uk is already there."""
+    """W_uk and W_uv of all heads of the dcp group, in one exchange; W_uk is there already if queries are replicated."""
     if runtime.dcp_replicate_q:
         return up._replace(w_uv=gather_over_dcp(up.w_uv[None])[0])
     both = gather_over_dcp(jnp.concatenate([up.w_uk, up.w_uv], axis=1)[None])[0]
@@ -196,7 +198,7 @@ def _gather_up_projection(up: UpProjection, mla: MLAConfig, runtime: Runtime) ->
 
 
 def softmax_scale(config: ModelConfig) -> float:
-    """1 / sqrt(X + R), times YaRN's mscale squared where the checkpoint scales all dimensions."""
+    """1 / sqrt(X + R), times the square of YaRN's mscale if the checkpoint has `mscale_all_dim`."""
     return _config(config).qk_dim ** -0.5 * config.rope.softmax_mscale**2
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021): the angles of a step, and how checkpoints stretch their frequencies."""
+"""Rotary position embedding (Su et al. 2021): the angles of a step, and how checkpoints scale their frequencies."""
 
 import math
 
@@ -9,38 +9,45 @@ from flax import struct
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from dcpjax.models.config import RopeConfig
+from dcpjax.sharding.platform import on_cpu
 
 
 @struct.dataclass
 class Rotary:
     """Angles of one step, shared by all layers."""
 
-    # [N, 1, D/2] float32: cosine of position * frequency, broadcast over heads
+    # [T, 1, D/2] float32: cosine of position * frequency, broadcast over heads
     cos: jax.Array
-    # [N, 1, D/2] float32
+    # [T, 1, D/2] float32
     sin: jax.Array
 
 
-def shared_rotary(positions: jax.Array, head_dim: int, config: RopeConfig, platform: str) -> Rotary:
+def shared_rotary(positions: jax.Array, head_dim: int, config: RopeConfig) -> Rotary:
     """`rotary`, computed once: XLA would compute the angles anew in every layer, on CPU for every head.
 
-    Its CPU backend takes an optimization barrier away before it fuses, but not a call.
+    An optimization barrier prevents that. XLA's CPU backend removes barriers before it fuses operations, but does
+    not inline this call.
     """
-    if platform == "cpu":
+
+    def called(positions: jax.Array) -> Rotary:
         with set_xla_metadata(inlineable="false"):
             return jax.jit(rotary, static_argnums=(1, 2))(positions, head_dim, config)
-    return jax.lax.optimization_barrier(rotary(positions, head_dim, config))
+
+    def behind_barrier(positions: jax.Array) -> Rotary:
+        return jax.lax.optimization_barrier(rotary(positions, head_dim, config))
+
+    return on_cpu(called, behind_barrier, positions)
 
 
 def rotary(positions: jax.Array, head_dim: int, config: RopeConfig) -> Rotary:
-    """Angles for positions [N]. Frequencies are rounded to float32 before the product, as transformers does."""
+    """Angles for positions [T]. Frequencies are rounded to float32 before the product, as transformers does."""
     frequencies = jnp.asarray(rope_frequencies(head_dim, config))
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
     return Rotary(jnp.cos(angles) * config.angle_scale, jnp.sin(angles) * config.angle_scale)
 
 
 def rotate(x: jax.Array, angles: Rotary) -> jax.Array:
-    """Apply the rotary embedding to x [N, H, D]: dimension i turns with dimension i + D/2."""
+    """Apply the rotary embedding to x [T, H, D]: dimensions i and i + D/2 are a pair."""
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate(
         [first * angles.cos - second * angles.sin, second * angles.cos + first * angles.sin], axis=-1
@@ -48,9 +55,9 @@ def rotate(x: jax.Array, angles: Rotary) -> jax.Array:
 
 
 def split_pairs(x: jax.Array) -> jax.Array:
-    """Interleaved pairs (0, 1), (2, 3) ... of the last axis -> first members, then second ones, as `rotate` wants.
+    """Reorder the last axis from pairs (0, 1), (2, 3) ... to the pairs of `rotate`: all first members, then all second.
 
-    Queries and keys change alike, so their products stay what they are.
+    Queries and keys are reordered in the same way, which does not change their products.
     """
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
 
@@ -72,7 +79,7 @@ def rope_frequencies(head_dim: int, config: RopeConfig) -> np.ndarray:
 
 
 def _llama3_frequencies(frequencies: np.ndarray, config: RopeConfig) -> np.ndarray:
-    """Llama 3.1's stretch: long wavelengths slow down by `factor`, short ones stay, a ramp between."""
+    """Llama 3.1's scaling: long wavelengths are multiplied by `factor`, short ones kept, a linear ramp between."""
     wavelengths = 2 * math.pi / frequencies
     original, low, high = (
         config.original_max_position_embeddings,
@@ -84,18 +91,18 @@ def _llama3_frequencies(frequencies: np.ndarray, config: RopeConfig) -> np.ndarr
 
 
 def _yarn_frequencies(frequencies: np.ndarray, dim: int, config: RopeConfig) -> np.ndarray:
-    """YaRN (Peng et al. 2023, section 3.2): fast pairs stay, slow pairs stretch, a ramp between."""
+    """YaRN (Peng et al. 2023, section 3.2): high frequencies kept, low ones divided by `factor`, a ramp between."""
 
-    def pair_that_turns(times: float) -> float:
-        """The pair, counted in dimensions, that turns this often within the original length."""
+    def pair_of(rotations: float) -> float:
+        """The (fractional) index of the pair that makes this many rotations within the original length."""
         length = config.original_max_position_embeddings
-        return dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(config.theta))
+        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
 
-    low, high = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+    low, high = pair_of(config.beta_fast), pair_of(config.beta_slow)
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = (np.arange(dim // 2, dtype=np.float32) - low) / (max(high - low, 0.001))
     keep = 1 - np.clip(ramp, 0, 1).astype(np.float32)
-    stretched = (frequencies / np.float32(config.factor)).astype(np.float32)
-    return (stretched * (1 - keep) + frequencies * keep).astype(np.float32)
+    scaled = (frequencies / np.float32(config.factor)).astype(np.float32)
+    return (scaled * (1 - keep) + frequencies * keep).astype(np.float32)

@@ -1,8 +1,8 @@
-"""Which experts a token goes to, and with which weights. In float32; knows nothing about where experts lie.
+"""Which experts a token goes to, and with which weights, in float32.
 
 Softmax routers take the most likely experts (DeepSeek-V2, arXiv:2405.04434, section 2.2; Qwen3). Sigmoid routers
 select by score plus a correction bias and weigh by the score alone (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
-With groups, a token first picks the best groups of experts and then experts within them.
+With groups, the best groups of experts are chosen first and then experts within them.
 """
 
 import jax
@@ -12,7 +12,7 @@ from dcpjax.models.config import MoEConfig
 
 
 def route(logits: jax.Array, bias: jax.Array | None, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
-    """logits [N, E], bias [E] or None -> expert ids [N, k] int32 and their weights [N, k] float32."""
+    """logits [T, E], bias [E] or None -> ids [T, k] int32 of a token's k experts and their weights [T, k] float32."""
     scores = jax.nn.sigmoid(logits) if config.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     choice = scores if bias is None else scores + bias.astype(jnp.float32)[None, :]
     if config.groups > 1:
@@ -25,14 +25,14 @@ def route(logits: jax.Array, bias: jax.Array | None, config: MoEConfig) -> tuple
 
 
 def _within_best_groups(choice: jax.Array, config: MoEConfig) -> jax.Array:
-    """[N, E] with the experts outside the best groups at -inf.
+    """choice [T, E] with -inf for the experts outside the best groups.
 
-    A group is as good as its best expert (softmax) or as its best two together (sigmoid).
+    The score of a group is that of its best expert (softmax) or the sum of its best two (sigmoid).
     """
     tokens, experts = choice.shape
     grouped = choice.reshape(tokens, config.groups, experts // config.groups)
-    best = 2 if config.scoring == "sigmoid" else 1
-    worth = jnp.sum(jax.lax.top_k(grouped, best)[0], axis=-1)
-    _, chosen = jax.lax.top_k(worth, config.groups_per_token)
+    counted = 2 if config.scoring == "sigmoid" else 1
+    group_scores = jnp.sum(jax.lax.top_k(grouped, counted)[0], axis=-1)
+    _, chosen = jax.lax.top_k(group_scores, config.groups_per_token)
     kept = jnp.any(chosen[:, :, None] == jnp.arange(config.groups)[None, None, :], axis=1)
     return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(tokens, experts)

@@ -1,13 +1,15 @@
-"""What a cache of the same size per device serves: tensor parallelism beside dcp, at rising concurrency.
+"""Throughput of layouts that have the same bytes of KV cache per device, at rising concurrency.
 
     python scripts/bench_capacity.py TRACE.jsonl --concurrency 1 8 --kv-cache-memory-bytes 6MiB
 
-TRACE is a Mooncake file, replayed as `bench_trace.py` does; without one made-up agents run, each of which sends its
-long history again with every turn. A layout that holds fewer tokens runs fewer requests at once, preempts more and
-forgets histories before they return, which is what rising concurrency shows. Prompts should be longer than a chunk of
-attention on every rank (128 slots x dcp): shorter ones leave ranks little to share.
-Small models with dummy weights on this machine's devices, virtual ones on CPU. The layouts take turns, `--rounds`
-times; ratios are to the first layout in the same round, median [lowest - highest].
+TRACE is a Mooncake file, replayed as by `bench_trace.py`. Without one, synthetic agents run; each agent sends its long
+history again with every turn. A layout whose cache holds fewer tokens runs fewer requests at once, preempts more, and
+evicts histories before they return. Prompts should be longer than a chunk of attention on every rank (128 slots x
+dcp); with shorter prompts the ranks have little work to share.
+
+Small models with dummy weights run on this machine's devices, on CPU virtual ones. Prints for each concurrency and
+layout: tokens per second, prefix hit rate, cache usage, gaps between tokens and preemptions. The layouts alternate
+`--rounds` times; ratios are to the first layout in the same round, median [lowest - highest].
 """
 
 import argparse
@@ -16,14 +18,15 @@ import statistics
 from collections.abc import Sequence
 
 import jax
-import numpy as np
-from bench_decode import machine
-from bench_trace import SHAPES, Replay, byte_count, layout, run
+from bench_trace import SHAPES, Replay, run
+from measuring import byte_count, layout, machine, percentile
 
 from dcpjax import LLM
 from dcpjax.simulation.trace import MOONCAKE_TOKENS_PER_HASH, TraceRequest, read_trace, scaled
 
-UNPACED = 10**9  # as calls that wait for results: a layout that computes histories again is not held back besides
+# No limit: otherwise a layout that has to compute evicted histories again would also be slowed by the limit on
+# prefill beside decodes.
+NO_PREFILL_LIMIT = 10**9
 
 
 def main() -> None:
@@ -37,7 +40,7 @@ def main() -> None:
         f"{int(statistics.median(lengths))}), {options.kv_cache_memory_bytes:,} bytes of cache per device"
     )
     print(
-        "at once | tp x dcp | cache, tokens | tokens/s  ratio  [range]     | hit rate | cache use | running | "
+        "requests | tp x dcp | cache, tokens | tokens/s  ratio  [range]     | hit rate | cache use | running | "
         "gap ms  p50  ratio    p99 | preempted"
     )
     for concurrency in options.concurrency:
@@ -51,7 +54,10 @@ def main() -> None:
 
 
 def agents(count: int, turns: int, seed: int) -> list[TraceRequest]:
-    """`count` requests of agents that take turns: 16K to 64K tokens of history, 1K to 2K more with each turn."""
+    """`count` requests of agents with a history of 16K to 64K tokens that grows by 1K to 2K with each turn.
+
+    All agents send their first turn, then all their second, and so on.
+    """
     draw = random.Random(seed)
     hashes = iter(range(10**9))
     lengths = [int(16384 * 4 ** draw.random()) for _ in range(-(-count // turns))]
@@ -84,7 +90,7 @@ def make_llm(tp: int, dcp: int, concurrency: int, options: argparse.Namespace) -
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         max_num_seqs=concurrency,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        max_mixed_prefill_tokens=UNPACED,
+        max_mixed_prefill_tokens=NO_PREFILL_LIMIT,
         progress=False,
     )
 
@@ -98,36 +104,33 @@ def _row(
     spread = f"[{min(ratios):.2f}-{max(ratios):.2f}]"
     usage, running = statistics.mean(_pooled(replays, "cache_usage")), statistics.mean(_pooled(replays, "running"))
     gaps, first_gaps = _pooled(replays, "gaps"), _pooled(first, "gaps")
-    gap = _at(gaps, 50)
+    gap = percentile(gaps, 50)
     return (
-        f"{concurrency:7} | {layout[0]:2} x {layout[1]:<3} | {tokens:13,} | "
+        f"{concurrency:8} | {layout[0]:2} x {layout[1]:<3} | {tokens:13,} | "
         f"{statistics.median(rates):8.1f}  {statistics.median(ratios):4.2f}x  {spread:11} | "
         f"{statistics.median(replay.hit_rate for replay in replays):8.0%} | "
         f"{usage:9.0%} | {running:7.1f} | "
-        f"{gap * 1e3:11.1f}  {gap / _at(first_gaps, 50):4.2f}x {_at(gaps, 99) * 1e3:6.1f} | "
+        f"{gap * 1e3:11.1f}  {gap / percentile(first_gaps, 50):4.2f}x {percentile(gaps, 99) * 1e3:6.1f} | "
         f"{llm.stats().preemptions:9}"
     )
 
 
-def _pooled(replays: Sequence[Replay], what: str) -> list[float]:
-    return [value for replay in replays for value in getattr(replay, what)]
-
-
-def _at(values: Sequence[float], percent: float) -> float:
-    return float(np.percentile(values, percent)) if values else float("nan")
+def _pooled(replays: Sequence[Replay], field: str) -> list[float]:
+    """The values of a list field of all replays together."""
+    return [value for replay in replays for value in getattr(replay, field)]
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", nargs="?", help="a Mooncake file; without one made-up agents run")
+    parser.add_argument("trace", nargs="?", help="a Mooncake file; without one synthetic agents run")
     parser.add_argument("--model", choices=SHAPES, default="mla")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--layouts", type=layout, nargs="+", default=[(8, 1), (1, 8)], metavar="TP,DCP")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--scale", type=int, default=16, help="divides every length of the trace")
-    parser.add_argument("--limit", type=int, default=32, help="requests")
-    parser.add_argument("--turns", type=int, default=4, help="of each made-up agent; with 1 no history returns")
+    parser.add_argument("--limit", type=int, default=32, help="number of requests")
+    parser.add_argument("--turns", type=int, default=4, help="of each synthetic agent; with 1 no history returns")
     parser.add_argument("--block-size", type=int, default=256)
     parser.add_argument("--kv-cache-memory-bytes", type=byte_count, default=byte_count("6MiB"), metavar="BYTES")
     parser.add_argument("--max-num-batched-tokens", type=int, default=256)

@@ -1,24 +1,26 @@
-"""What a long prompt does to those who are being answered: gaps between their tokens, without it and beside it.
+"""How much a long prompt slows requests that are decoding: gaps between their tokens without and beside it.
 
     python scripts/bench_fairness.py --prompt 32768 --decodes 8 --layers 2
 
 Some requests decode; then a long prompt arrives and is computed in chunks beside them. Prints the usual gap between
-tokens, the 50th and 99th percentile of the gaps while the prompt runs, and their ratios; once with the pace that the
-engine sets itself, once with chunks as large as a step allows. The usual gap is the mean of two medians, before the
-prompt and after it, when the others' contexts have grown by thousands of tokens. A small dense model with dummy
-weights runs, of SmolLM2's width; fewer layers make both sides of the ratio faster alike.
+tokens, the 50th and 99th percentile of the gaps while the prompt runs, and 99th percentile / usual gap: once with the
+engine's own limit on prefill tokens beside decodes, once without a limit. The usual gap is the mean of two medians,
+before and after the prompt, because the contexts grow by thousands of tokens meanwhile.
+
+A dense model with dummy weights and SmolLM2's width runs. Fewer layers make all gaps shorter by the same factor.
 """
 
 import argparse
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import jax
 import numpy as np
-from bench_decode import machine
+from measuring import machine
 
 from dcpjax import LLM, SamplingParams
-from dcpjax.frontend.completion import Job
+from dcpjax.frontend.completion import RunningPrompt
 
 SHAPE = {
     "hidden_size": 576,
@@ -30,13 +32,13 @@ SHAPE = {
     "rope_scaling": None,
     "tie_word_embeddings": True,
 }
-USUAL = 64  # gaps that say what is usual
+USUAL_GAPS = 64  # gaps of which the usual gap is the median
 
 
 def main() -> None:
     options = _options()
     print(f"{machine()}; jax {jax.__version__}")
-    print("pace     | usual gap ms, before, after | beside the prompt p50   p99   worst | p99 / usual | prompt took")
+    print("limit    | usual gap ms, before, after | beside the prompt p50   p99   worst | p99 / usual | prompt took")
     for name, tokens in (("engine's", None), ("none", options.max_num_batched_tokens)):
         llm = _llm(options, tokens)
         run(llm, options, min(options.prompt, 4096))  # compiles most shapes
@@ -62,18 +64,21 @@ def run(llm: LLM, options: argparse.Namespace, prompt: int) -> tuple[tuple[Gaps,
     moments = (time.perf_counter() for event in answers if event.prompt_index == 0)
     for _ in range(8):
         next(moments)
-    before = _differences([next(moments) for _ in range(USUAL + 1)])
-    (job,) = llm.intake.jobs([[7 + place % 40_000 for place in range(prompt)]], SamplingParams(max_tokens=1))
-    llm.start(job)
-    beside, done = list(_until_done(moments, job)), time.perf_counter()
-    after = _differences([next(moments) for _ in range(USUAL + 1)])
+    before = _differences([next(moments) for _ in range(USUAL_GAPS + 1)])
+    (submission,) = llm.intake.submissions(
+        [[7 + place % 40_000 for place in range(prompt)]], SamplingParams(max_tokens=1)
+    )
+    long = RunningPrompt(submission, deque())
+    llm.start(long)
+    beside, done = list(_until_done(moments, long)), time.perf_counter()
+    after = _differences([next(moments) for _ in range(USUAL_GAPS + 1)])
     answers.close()
     assert not llm.engine.has_work
     return (before, after), _differences(beside), done - beside[0]
 
 
-def _until_done(moments: Iterator[float], job: Job) -> Iterator[float]:
-    while not job.output.finished:
+def _until_done(moments: Iterator[float], prompt: RunningPrompt) -> Iterator[float]:
+    while not prompt.output.finished:
         yield next(moments)
 
 
@@ -98,9 +103,9 @@ def _llm(options: argparse.Namespace, mixed: int | None) -> LLM:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, default=32768, help="tokens of the long prompt")
-    parser.add_argument("--decodes", type=int, default=8)
+    parser.add_argument("--decodes", type=int, default=8, help="requests that decode")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     return parser.parse_args()

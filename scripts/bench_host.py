@@ -1,10 +1,11 @@
-"""What the host costs: its time per step with a device that answers at once, and what running ahead saves.
+"""The host's time per step, measured on a mock device, and what `async_scheduling` saves on the real one.
 
     python scripts/bench_host.py --batch 1 8 32 --steps 200
     python scripts/bench_host.py --model smollm2-135m --batch 8
 
-The first table runs the whole engine (schedule, lay out the batch, collect, text) on a mock device. With `--model`
-a second one decodes on the real device, alternating between `async_scheduling` off and on in one process.
+The first table runs the engine (scheduling, batch layout, collecting results) on a mock device that answers at once,
+and prints microseconds per step. With `--model` a second table decodes on the real device, alternating between
+`async_scheduling` off and on in one process, and prints milliseconds per token and their ratio.
 """
 
 import argparse
@@ -15,33 +16,32 @@ from typing import Any
 
 import jax
 import numpy as np
-from bench_decode import machine
+from measuring import machine, seconds
 
 from dcpjax import LLM, SamplingParams
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.request import Request
 from dcpjax.engine.result import StepResult
-from dcpjax.engine.scheduler import Limits, Scheduled
+from dcpjax.engine.scheduler import Scheduled, StepLimits
 from dcpjax.models.kv_cache import CacheGeometry
-from dcpjax.runtime.batch import Shapes, build
-from dcpjax.runtime.logit_rows import Choice
+from dcpjax.runtime.batch import ShapeBuckets, build
+from dcpjax.runtime.logit_rows import SampledRows
 
 VOCAB = 49152
 
 
 class InstantDevice:
-    """Lays every batch out as the real runner does; then token 5 comes out for everyone."""
+    """A mock of the runner: lays out every batch as the real one does, then returns token 5 for every request."""
 
     compile_seconds = 0.0
 
     def __init__(self, batch: int, context: int) -> None:
         self.geometry = CacheGeometry(block_size=256)
         width = 2 * self.geometry.blocks(context)
-        self.shapes = Shapes(max_rows=max(32, batch), max_tokens=512, table_width=width)
+        self.shapes = ShapeBuckets(max_rows=max(32, batch), max_tokens=512, table_width=width)
 
     def launch(self, step: Sequence[Scheduled]) -> int:
-        Choice.of(step, build(step, self.shapes, self.geometry), self.shapes, VOCAB)
+        SampledRows.of(step, build(step, self.shapes, self.geometry), self.shapes, VOCAB)
         return len(step)
 
     def collect(self, launched: int) -> StepResult:
@@ -55,7 +55,7 @@ def main() -> None:
     options = _options()
     print(f"{machine()}; jax {jax.__version__}")
     print("host alone, context 512   batch | us per step, median  [fastest .. slowest tenth]")
-    for sampling in ("greedy", "drawn"):
+    for sampling in ("greedy", "random"):
         for batch in options.batch:
             times = host_times(batch, options.steps, sampling)
             low, middle, high = (float(np.quantile(times, share)) * 1e6 for share in (0.0, 0.5, 0.9))
@@ -69,36 +69,40 @@ def host_times(batch: int, steps: int, sampling: str, context: int = 512) -> lis
     engine = Engine(
         InstantDevice(batch, context + steps),
         num_blocks=batch * (2 + (context + steps) // 256),
-        limits=Limits(max_num_seqs=batch, max_num_batched_tokens=512 * batch),
+        limits=StepLimits(max_num_seqs=batch, max_num_batched_tokens=512 * batch),
     )
     params = SamplingParams(temperature=0) if sampling == "greedy" else SamplingParams(temperature=0.8, top_p=0.9)
     for number in range(batch):
         prompt = [(number * 7919 + place) % VOCAB for place in range(context)]
-        engine.add(Request(number, prompt, params, steps + 10, number, frozenset([2]), RequestMetrics(0.0)))
+        engine.add(
+            Request(
+                number=number,
+                prompt_token_ids=prompt,
+                params=params,
+                max_tokens=steps + 10,
+                seed=number,
+                end_token_ids=frozenset([2]),
+            )
+        )
     for _ in range(5):
         engine.step()
-    times = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - started)
-    return times
+    return [seconds(engine.step) for _ in range(steps)]
 
 
 def _compare(options: argparse.Namespace) -> None:
-    """Decoding on the real device with the next step chosen after, or while, the last one runs."""
+    """Decoding on the real device, where the next step is scheduled after (off) or while (on) the last one runs."""
     llm = LLM(options.model, max_num_seqs=max(options.batch), max_model_len=1024, progress=False)
     print("real device               batch | off ms  | on ms   | ratio of times, off / on")
     for batch in options.batch:
-        seconds: dict[bool, list[float]] = {False: [], True: []}
+        times: dict[bool, list[float]] = {False: [], True: []}
         for round_ in range(options.rounds + 1):
             for ahead in (False, True):
                 llm.engine.async_scheduling = ahead
                 took = _decode(llm, batch, 24)
                 if round_:
-                    seconds[ahead].append(took)
-        off, on = (statistics.median(seconds[ahead]) * 1e3 for ahead in (False, True))
-        print(f"{llm.runner.dtype:25} {batch:5} | {off:7.2f} | {on:7.2f} | {off / on:.3f}")
+                    times[ahead].append(took)
+        off, on = (statistics.median(times[ahead]) * 1e3 for ahead in (False, True))
+        print(f"{llm.runner.model.dtype:25} {batch:5} | {off:7.2f} | {on:7.2f} | {off / on:.3f}")
 
 
 def _decode(llm: LLM, batch: int, steps: int) -> float:
@@ -110,7 +114,7 @@ def _decode(llm: LLM, batch: int, steps: int) -> float:
 
 
 def _options() -> Any:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--model", help="also decode with this model, with and without async_scheduling")

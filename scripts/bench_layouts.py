@@ -1,9 +1,10 @@
-"""Decode steps in every layout: time, cache and exchange per device as tp gives way to dcp.
+"""Decode steps in several layouts of the same devices: time, cache bytes and exchanged bytes per device.
 
     python scripts/bench_layouts.py --layouts 8,1 2,4 1,8 --context 1024 8192 --batch 1 8
 
-Small models with dummy weights (MLA, and GQA with two KV heads) on this machine's devices, virtual ones on CPU.
-Layouts of one context and batch take turns, so that all meet the same machine; ratios are to the first one.
+Small models with dummy weights (MLA, and GQA with two KV heads) run on this machine's devices, on CPU virtual ones.
+For each model, context and batch the layouts alternate. Prints for each layout the median step with its 10th and 90th
+percentile, the cache in use and the bytes sent over dcp per step; ratios are to the first layout.
 """
 
 import argparse
@@ -11,17 +12,16 @@ import statistics
 from typing import Any
 
 import jax
-from bench_decode import Step, alternate, machine
 from bench_trace import SHAPES
+from measuring import alternate, layout, machine
+from runner_steps import decode_step
 
 from dcpjax.api.config import EngineConfig
-from dcpjax.api.outputs import RequestMetrics
-from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.checkpoint.model_files import open_model
-from dcpjax.engine.request import Request
-from dcpjax.engine.scheduler import Scheduled
 from dcpjax.planning.floor import exchange
-from dcpjax.runtime.runner import Runner
+from dcpjax.runtime.memory import block_bytes_per_device
+from dcpjax.runtime.runner import Runner, load_runner
+from dcpjax.sharding.merge_cost import Merge
 
 
 def main() -> None:
@@ -38,13 +38,13 @@ def main() -> None:
 def compare(kind: str, context: int, batch: int, options: argparse.Namespace) -> None:
     """One line for each layout."""
     runners = [make_runner(kind, tp, dcp, context, batch, options) for tp, dcp in options.layouts]
-    times = alternate([decode(runner, context, batch) for runner in runners], options.rounds)
+    times = alternate([decode_step(runner, [context] * batch) for runner in runners], options.rounds)
     rows = [
         (statistics.median(taken), taken, cache_bytes(runner, context, batch), sent_bytes(runner, batch, options.merge))
         for runner, taken in zip(runners, times, strict=True)
     ]
     for (tp, dcp), (median, taken, cache, sent) in zip(options.layouts, rows, strict=True):
-        low, *_, high = (1e3 * cut for cut in statistics.quantiles(taken, n=10))
+        low, *_, high = (1e3 * decile for decile in statistics.quantiles(taken, n=10))
         print(
             f"{kind:5} {context:7} {batch:5} | {tp:2} x {dcp:<3} | {median * 1e3:7.1f}  [{low:.1f}-{high:.1f}]  "
             f"{median / rows[0][0]:5.2f} | {cache / 1024:9,.0f}  {cache / rows[0][2]:5.2f} | {sent / 1024:8.1f}",
@@ -53,7 +53,7 @@ def compare(kind: str, context: int, batch: int, options: argparse.Namespace) ->
 
 
 def make_runner(kind: str, tp: int, dcp: int, context: int, batch: int, options: argparse.Namespace) -> Runner:
-    """A cache that holds `batch` requests of this context and no more than a block besides."""
+    """A runner whose cache holds just `batch` requests of `context` tokens."""
     preset, shape = SHAPES[kind]
     made: dict[str, Any] = {
         "tensor_parallel_size": tp * dcp,
@@ -66,43 +66,25 @@ def make_runner(kind: str, tp: int, dcp: int, context: int, batch: int, options:
         "dcp_overlap": options.overlap,
         "hf_overrides": shape | {"num_hidden_layers": options.layers, "dtype": "float32"},
     }
-    one = Runner(open_model(preset), EngineConfig(**made, kv_cache_memory_bytes=2**24))
-    blocks = batch * one.geometry.blocks(context)
-    return Runner(open_model(preset), EngineConfig(**made, kv_cache_memory_bytes=blocks * one.block_bytes_per_device()))
-
-
-def decode(runner: Runner, context: int, batch: int) -> Step:
-    """A step in which every request decodes the last token of its context; what the cache holds does not matter."""
-    blocks = runner.geometry.blocks(context)
-    step = [
-        Scheduled(_request(row, context), context - 1, 1, list(range(row * blocks, (row + 1) * blocks)), True)
-        for row in range(batch)
-    ]
-    return lambda: runner.collect(runner.launch(step)) and None
-
-
-def _request(number: int, context: int) -> Request:
-    return Request(number, [1] * context, SamplingParams(temperature=0), 1, 0, frozenset(), RequestMetrics(0.0))
+    smallest = load_runner(open_model(preset), EngineConfig(**made, kv_cache_memory_bytes=2**24))
+    blocks = batch * smallest.geometry.blocks(context)
+    budget = blocks * block_bytes_per_device(smallest.model)
+    return load_runner(open_model(preset), EngineConfig(**made, kv_cache_memory_bytes=budget))
 
 
 def cache_bytes(runner: Runner, context: int, batch: int) -> int:
-    return batch * runner.geometry.blocks(context) * runner.block_bytes_per_device()
+    return batch * runner.geometry.blocks(context) * block_bytes_per_device(runner.model)
 
 
-def sent_bytes(runner: Runner, batch: int, merge: str) -> float:
-    """Queries and merges of all layers, without what every layout sends over the pool."""
-    return runner.config.num_layers * batch * exchange(runner.config, runner.layout, merge).bytes
-
-
-def _layout(text: str) -> tuple[int, int]:
-    tp, dcp = text.split(",")
-    return int(tp), int(dcp)
+def sent_bytes(runner: Runner, batch: int, merge: Merge) -> float:
+    """Bytes sent for queries and merges in all layers, without what every layout sends over all devices."""
+    return runner.model.config.num_layers * batch * exchange(runner.model.config, runner.model.layout, merge).bytes
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--layouts", type=_layout, nargs="+", default=[(8, 1), (2, 4), (1, 8)], metavar="TP,DCP")
+    parser.add_argument("--layouts", type=layout, nargs="+", default=[(8, 1), (2, 4), (1, 8)], metavar="TP,DCP")
     parser.add_argument("--context", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--layers", type=int, default=2)

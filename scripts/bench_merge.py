@@ -1,40 +1,40 @@
-"""The three merges over `dcp` beside each other: predicted on paper for known links, compiled and timed here.
+"""The three merges over `dcp` (ag_rs, a2a, psum): predicted for published links, and compiled and timed here.
 
     python scripts/bench_merge.py
     python scripts/bench_merge.py --dcp 8 --rows 1 32 --rounds 20
 
-Paper: microseconds per layer for each kind of link, and the merge that dcp_comm_backend="auto" takes. Here: what is
-compiled for this machine's devices (virtual ones on CPU), bytes read off its result types beside those of the cost
-model, and the time of a merge relative to ag_rs. On accelerators the links are measured too.
+The first table is predicted: microseconds per layer for each kind of link, and the merge that dcp_comm_backend="auto"
+chooses. The second is measured on this machine's devices, on CPU virtual ones: the collectives in the compiled
+program, the bytes they send beside those of the cost model, and the time of a merge relative to ag_rs. On accelerators
+the links are measured too and added to the first table.
 """
 
 import argparse
 import re
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from bench_decode import machine
 from jax.sharding import Mesh, PartitionSpec
+from measuring import alternate, machine
 
 from dcpjax.runtime.devices import ensure_devices
-from dcpjax.sharding.link import CABLES, measured, published
+from dcpjax.sharding.link import PUBLISHED_LINKS, measured, published
 from dcpjax.sharding.merge import MERGES, Partial
 from dcpjax.sharding.merge_cost import MERGE_NAMES, Link, Merge, MergeSize, fastest, seconds, sends
 from dcpjax.sharding.mesh import DCP, Layout, make_mesh
 
-SHAPES = {  # query heads and values per head that the dcp group of a whole model merges
+SHAPES = {  # (query heads, values per head) of models whose partials one dcp group merges
     "gqa 32 x 128": (32, 128),  # Llama 3.1 8B
     "gqa 9 x 64": (9, 64),  # SmolLM2 135M: heads that do not divide
     "mla 64 x 512": (64, 512),  # Kimi K2
 }
-HERE = {"gqa 8 x 64": (8, 64), "gqa 9 x 64": (9, 64), "mla 8 x 512": (8, 512)}
-PAPER_RANKS, PAPER_ROWS = (2, 8), (1, 8, 64, 512)
-SENT = {  # of the bytes of a result, by n ranks
+MEASURED_SHAPES = {"gqa 8 x 64": (8, 64), "gqa 9 x 64": (9, 64), "mla 8 x 512": (8, 512)}
+PREDICTED_RANKS, PREDICTED_ROWS = (2, 8), (1, 8, 64, 512)
+SENT = {  # bytes that each device sends over bytes of its result, by the number of ranks n
     "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: n - 1,
     "all-to-all": lambda n: (n - 1) / n,
@@ -48,34 +48,40 @@ def main() -> None:
     mesh = make_mesh(Layout(tensor_parallel_size=options.dcp, decode_context_parallel_size=options.dcp))
     device = mesh.devices.flat[0]
     print(f"{machine()}; jax {jax.__version__}")
-    links = {name: {ranks: published(cable, ranks) for ranks in PAPER_RANKS} for name, cable in CABLES.items()}
+    links = {
+        name: {ranks: published(numbers, ranks) for ranks in PREDICTED_RANKS}
+        for name, numbers in PUBLISHED_LINKS.items()
+    }
     found = measured(mesh) if device.platform != "cpu" else None
     if found is not None:
         links[device.device_kind] = {options.dcp: found}
-    print_paper(links)
-    print_here(mesh, options)
+    print_predicted(links)
+    print_measured(mesh, options)
 
 
-def print_paper(links: dict[str, dict[int, Link]]) -> None:
-    print(f"\nOn paper, us per layer\n{'link':10} dcp | {'heads':13} | rows | {_columns()} | auto")
+def print_predicted(links: dict[str, dict[int, Link]]) -> None:
+    print(f"\nPredicted, us per layer\n{'link':10} dcp | {'heads':13} | rows | {_columns()} | auto")
     for name, by_ranks in links.items():
         for ranks, link in by_ranks.items():
             for shape, (heads, width) in SHAPES.items():
-                for rows in PAPER_ROWS:
+                for rows in PREDICTED_ROWS:
                     size = _size(rows, heads, width, ranks)
                     times = " ".join(f"{seconds(merge, size, link) * 1e6:9.1f}" for merge in MERGE_NAMES)
                     print(f"{name:10} {ranks:3} | {shape:13} | {rows:4} | {times} | {fastest(size, link)}")
 
 
-def print_here(mesh: Mesh, options: argparse.Namespace) -> None:
+def print_measured(mesh: Mesh, options: argparse.Namespace) -> None:
     ranks, kind = options.dcp, mesh.devices.flat[0].device_kind
-    print(f"\nOn {ranks} devices here ({kind}), medians of {options.rounds}; x: times ag_rs")
+    print(f"\nMeasured on {ranks} devices ({kind}), medians of {options.rounds}; x: times ag_rs")
     print(f"{'heads':13} | rows | {'merge':6} | {'compiled':34} | bytes sent | of model |     us |    x")
-    for shape, (heads, width) in HERE.items():
+    for shape, (heads, width) in MEASURED_SHAPES.items():
         for rows in options.rows:
             size = _size(rows, heads, width, ranks)
             programs: dict[Merge, Any] = {merge: compiled(mesh, merge, size) for merge in MERGE_NAMES}
-            times = alternate({merge: run for merge, (run, _) in programs.items()}, options.rounds)
+            taken = alternate([run for run, _ in programs.values()], options.rounds, calls=1, warm_up=2)
+            times: dict[Merge, float] = {
+                merge: statistics.median(one) for merge, one in zip(MERGE_NAMES, taken, strict=True)
+            }
             for merge, (_, text) in programs.items():
                 print(_row(shape, size, merge, text, times))
 
@@ -91,7 +97,7 @@ def _row(shape: str, size: MergeSize, merge: Merge, text: str, times: dict[Merge
 
 
 def compiled(mesh: Mesh, merge: Merge, size: MergeSize) -> tuple[Callable[[], Any], str]:
-    """A merge of random partials, one per device, and its program."""
+    """A call that merges random partials, one per device, and the text of its compiled program."""
 
     def body(out: jax.Array, lse: jax.Array) -> jax.Array:
         return MERGES[merge](Partial(out[0], lse[0]), size.features)
@@ -107,7 +113,7 @@ def compiled(mesh: Mesh, merge: Merge, size: MergeSize) -> tuple[Callable[[], An
 
 
 def collectives(text: str, ranks: int) -> tuple[Counter[str], float]:
-    """How many of each kind a program holds, and the bytes each device sends for all of them."""
+    """The number of collectives of each kind in a program, and the bytes each device sends for all of them."""
     kinds, total = Counter[str](), 0.0
     for result, kind in re.findall(rf"= (\S+|\(.*?\)) ({'|'.join(SENT)})(?:-start)?\(", text):
         shapes = re.findall(r"f32\[([\d,]*)\]", result)
@@ -115,18 +121,6 @@ def collectives(text: str, ranks: int) -> tuple[Counter[str], float]:
         kinds[kind] += 1
         total += 4 * values * SENT[kind](ranks)
     return kinds, total
-
-
-def alternate(runs: dict[Merge, Callable[[], Any]], rounds: int) -> dict[Merge, float]:
-    """Median seconds of each, taking turns, so that all meet the same machine."""
-    times: dict[Merge, list[float]] = {merge: [] for merge in runs}
-    for number in range(rounds + 2):
-        for merge, run in runs.items():
-            started = time.perf_counter()
-            run()
-            if number >= 2:
-                times[merge].append(time.perf_counter() - started)
-    return {merge: statistics.median(taken) for merge, taken in times.items()}
 
 
 def _size(rows: int, heads: int, width: int, ranks: int) -> MergeSize:

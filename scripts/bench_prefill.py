@@ -2,10 +2,11 @@
 
     python scripts/bench_prefill.py --model smollm2-135m --lengths 128 512 2048 --dtype float32 bfloat16
 
-Ours takes the prompt as one chunk and, if it is longer than a step of the engine, in the engine's chunks as well.
-Prints the median of each side with the 10th and 90th percentile and tokens per second; of ours also which fraction of
-the machine's matrix-multiply rate its operations need, of the others theirs over ours. That rate is the best of
-several square products, by jax and by torch. `--llama-cpp` is that of `bench_decode.py`.
+Our runtime computes the prompt as one chunk and, if it is longer than a step of the engine, also in the engine's
+chunks. Prints for each dtype, length and chunk the median time of each runtime, its 10th and 90th percentile and tokens
+per second. Ours is followed by the fraction of the machine's matrix-multiply rate that it reaches, each other runtime
+by its time over ours. The rate is that of the fastest of several square products, by jax and by torch. `--llama-cpp`
+is explained in `bench_decode.py`.
 """
 
 import argparse
@@ -14,21 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from bench_decode import (
-    Step,
-    add_options,
-    alternate,
-    check_options,
-    greedy_request,
-    heading,
-    machine,
-    make_rivals,
-    make_runner,
-    rival_names,
-    row,
-    seconds,
-    versions,
-)
+from measuring import alternate, heading, machine, row, seconds
+from other_runtimes import add_options, check_options, make_runtimes, runtime_names, versions
+from runner_steps import Step, greedy_request, make_runner
 
 from dcpjax.checkpoint.model_files import ModelFiles, open_model
 from dcpjax.engine.limits import step_limits
@@ -36,7 +25,7 @@ from dcpjax.engine.scheduler import Scheduled
 from dcpjax.models import flops
 from dcpjax.models.config import ModelConfig, from_hf
 
-SQUARES = (1024, 2048, 4096)  # rows of the products that measure the machine
+SQUARES = (1024, 2048, 4096)  # rows of the square matrices whose products measure the machine
 
 
 def main() -> None:
@@ -47,10 +36,10 @@ def main() -> None:
     for dtype in options.dtype:
         rates = matmul_rates(dtype, torch=not options.alone)
         print(f"{dtype} products: {', '.join(f'{name} {rate / 1e9:.0f} GFLOP/s' for name, rate in rates.items())}")
-        print(f"dtype     tokens  chunk {heading(rival_names(options), 'of peak')}")
-        rivals = make_rivals(files, dtype, options)
+        print(f"dtype     tokens  chunk {heading(runtime_names(options), 'of peak')}")
+        runtimes = make_runtimes(files, dtype, options)
         for length in options.lengths:
-            others = [rival.prefill(length) for rival in rivals]
+            others = [runtime.prefill(length) for runtime in runtimes]
             for chunk in chunks(config, length):
                 steps = [our_prefill(files, dtype, length, chunk), *others]
                 times = alternate(steps, options.rounds, calls=1, warm_up=2)
@@ -60,7 +49,7 @@ def main() -> None:
 
 
 def our_prefill(files: ModelFiles, dtype: str, length: int, chunk: int) -> Step:
-    """A whole prompt in chunks; the host waits for the last one alone."""
+    """The prefill of a prompt in chunks; the host waits for the last chunk only."""
     runner = make_runner(files, dtype, 1, length, max_num_batched_tokens=chunk)
     request, blocks = greedy_request(0, length), list(range(runner.geometry.blocks(length)))
     steps = [
@@ -76,7 +65,7 @@ def our_prefill(files: ModelFiles, dtype: str, length: int, chunk: int) -> Step:
 
 
 def chunks(config: ModelConfig, length: int) -> list[int]:
-    """The whole prompt, and the engine's own step if that is shorter."""
+    """Chunk sizes: the whole prompt, and the most tokens of an engine's step if that is shorter."""
     limits = step_limits(
         config,
         jax.default_backend(),
@@ -89,14 +78,14 @@ def chunks(config: ModelConfig, length: int) -> list[int]:
 
 
 def prefill_operations(config: ModelConfig, length: int) -> int:
-    """Additions and multiplications: each token through the layers and past all before it, one through the head."""
+    """Additions and multiplications of a prefill: all tokens in the layers and in attention, the last in the head."""
     pairs = length * (length + 1) // 2
     head = config.vocab_size * config.hidden_size
     return 2 * (flops.per_token(config) * length + flops.per_position(config) * pairs + head)
 
 
 def matmul_rates(dtype: str, *, torch: bool) -> dict[str, float]:
-    """Operations per second of the best of some large products, by library."""
+    """Operations per second of the fastest of some square products, by library."""
     rates = {"jax": _jax_rate(dtype)}
     return rates | {"torch": _torch_rate(dtype)} if torch else rates
 

@@ -1,12 +1,14 @@
-"""Start-up: from a fresh process to the first token, with and without compiled programs kept from a run before.
+"""Start-up time: from a new process to the first tokens, with an empty (cold) and a filled (warm) compilation cache.
 
     python scripts/bench_startup.py --model smollm2-135m --warmup all
     python scripts/bench_startup.py --loading 1024
 
-Every row is a process of its own; cold and warm mean the folder of compiled programs, an empty temporary one at first.
-Times of a program are its tracing, its lowering, and its compilation or the reading of it from that folder; in threads
-they overlap and add up to more than the wall time. `--loading` writes a checkpoint of so many MiB and loads it, beside
-plain reading of the file; what the operating system caches stays cached, for both sides.
+Every row is a process of its own and shows the seconds of each stage. Then follow ratios, and for each program the
+seconds of tracing, of lowering, and of compiling it or reading it from the compilation cache. With several threads
+these overlap and add up to more than the wall time.
+
+`--loading MIB` instead writes a checkpoint of that size and compares loading it with plainly reading the file. Both
+find the file in the operating system's page cache.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 PROMPT = list(range(100, 120))
-PROGRAMS = ("forward", "pick", "choose", "copy_blocks")
+PROGRAMS = ("forward", "gather_rows", "sample_next", "copy_blocks")
 STAGES = ("python", "import", "open", "weights", "rest of LLM", "warm-up", "first token", "second token")
 EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
@@ -42,8 +44,10 @@ def main() -> None:
         return
     from importlib.metadata import version
 
+    from measuring import machine  # imports numpy, which is part of what a child measures
+
     print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; jax {version('jax')}, "
+        f"{machine()}; jax {version('jax')}, "
         f"python {platform.python_version()}; {options.model}, max_num_seqs {options.max_num_seqs}"
     )
     if options.loading:
@@ -91,18 +95,18 @@ def _measure(
 
 
 def child(options: argparse.Namespace) -> dict[str, Any]:
-    """One start-up, in a process that has imported nothing of ours yet."""
+    """The stages of one start-up, in a process that has imported neither jax nor dcpjax yet."""
     stages = {"python": time.time() - options.started}
     with _stage(stages, "import"):
         import jax
 
         from dcpjax import SamplingParams, llm
-        from dcpjax.runtime import runner
+        from dcpjax.runtime import model as model_module
     programs: dict[str, Any] = defaultdict(lambda: [0, dict.fromkeys(EVENTS.values(), 0.0)])
     jax.monitoring.register_event_duration_secs_listener(_noting(programs))
     with _stage(stages, "LLM"):
         _time_calls(stages, llm, "open_model", "open")
-        _time_calls(stages, runner, "load_weights", "weights")
+        _time_calls(stages, model_module, "load_weights", "weights")
         llm.warm_up = bind(llm.warm_up, threads=options.threads)
         _time_calls(stages, llm, "warm_up", "warm-up")
         model = llm.LLM(
@@ -121,11 +125,11 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _noting(programs: dict[str, Any]) -> Any:
-    """What JAX calls with each event: adds its time to that of its program."""
+    """A listener for JAX's events that adds the time of each event to that of its program."""
 
     def note(event: str, duration_secs: float, **tags: str | int) -> None:
         name = str(tags.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
-        if event in EVENTS and name != "_layer":  # a layer is traced within its forward
+        if event in EVENTS and name != "_layer":  # tracing a layer is part of tracing `forward`
             entry = programs[name if name in PROGRAMS else "others"]
             entry[0] += EVENTS[event] == "compile or read"
             entry[1][EVENTS[event]] += duration_secs
@@ -141,6 +145,7 @@ def _stage(stages: dict[str, float], name: str) -> Iterator[None]:
 
 
 def _time_calls(stages: dict[str, float], module: Any, name: str, stage: str) -> None:
+    """Replace a module's function by one that notes the time of its call as a stage."""
     function: Callable[..., Any] = getattr(module, name)
 
     def timed(*arguments: Any, **named: Any) -> Any:
@@ -154,12 +159,15 @@ def _time_calls(stages: dict[str, float], module: Any, name: str, stage: str) ->
 
 
 def loading(size: int, rounds: int) -> None:
-    """A checkpoint of about `size` bytes in bfloat16 and one of as many in float32, each loaded as it is."""
+    """Load a checkpoint of about `size` bytes in bfloat16, and one in float32, each in its own dtype."""
+    from measuring import alternate
+
     print("loading, GB/s, page cache warm | plain reading | load_weights | ratio of times, load / read")
     for dtype in ("bfloat16", "float32"):
         with tempfile.TemporaryDirectory() as folder:
             file = _checkpoint(Path(folder), dtype, size)
-            plain, ours = _alternating([bind(_read, file), bind(_load, Path(folder), dtype)], rounds)
+            sides = [bind(_read, file), bind(_load, Path(folder), dtype)]
+            plain, ours = map(statistics.median, alternate(sides, rounds, calls=1, warm_up=1))
             speeds = [file.stat().st_size / seconds / 1e9 for seconds in (plain, ours)]
             print(f"{dtype:30} | {speeds[0]:13.2f} | {speeds[1]:12.2f} | {ours / plain:.2f}")
 
@@ -213,7 +221,7 @@ def _checkpoint(folder: Path, dtype: str, size: int) -> Path:
 
 
 def _read(file: Path) -> None:
-    """Every byte once, into memory that is there already."""
+    """Read every byte once, into one buffer."""
     buffer = bytearray(64 << 20)
     with file.open("rb", buffering=0) as stream:
         while stream.readinto(buffer):
@@ -235,18 +243,6 @@ def _load(folder: Path, dtype: str) -> None:
     specs = decoder.weight_specs(config, layout, dtype)
     weights = load_weights(specs, decoder.weight_names(config), files.tensors(), Placement(make_mesh(layout)))
     jax.block_until_ready(weights)
-
-
-def _alternating(calls: list[Callable[[], None]], rounds: int) -> list[float]:
-    """Median seconds of each, after one call that does not count."""
-    times: list[list[float]] = [[] for _ in calls]
-    for round_ in range(rounds + 1):
-        for call, found in zip(calls, times, strict=True):
-            started = time.perf_counter()
-            call()
-            if round_:
-                found.append(time.perf_counter() - started)
-    return [statistics.median(found) for found in times]
 
 
 def _options() -> argparse.Namespace:

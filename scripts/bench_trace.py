@@ -1,15 +1,17 @@
-"""Replays recorded traffic on the real engine, layout after layout, at one cache budget per device.
+"""Replays recorded traffic on the real engine in several layouts that have the same bytes of KV cache per device.
 
     python scripts/bench_trace.py TRACE.jsonl --layouts 8,1 1,8 --scale 32 --limit 200 --kv-cache-memory-bytes 4MiB
 
-TRACE is a Mooncake file: lengths, and hash ids of which equal ones mean equal beginnings. Lengths are divided by
-`--scale`, prompts are made up so that they begin alike where the trace says so. All requests are there from the
-beginning and at most `--max-num-seqs` run at once, so that the cache decides how many really do. Without `--model`
-a small model with dummy weights runs (`--preset`), cut to `--layers` layers.
+TRACE is a Mooncake file: the lengths of prompts and answers, and hash ids that are equal where prompts share a prefix.
+Lengths are divided by `--scale`; synthetic prompts share prefixes as the trace says. All requests are submitted at once
+and at most `--max-num-seqs` run at a time; how many do depends on the cache. Without `--model` a small model with dummy
+weights runs (`--preset`) with `--layers` layers.
+
+Prints for each layout: tokens per second, prefix hit rate, cache usage, time to the first token, gaps between tokens,
+and preemptions.
 """
 
 import argparse
-import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,13 +20,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from bench_decode import machine
+from measuring import byte_count, layout, machine, percentile
 
 from dcpjax import LLM, SamplingParams
 from dcpjax.simulation.trace import TraceRequest, ideal_hit_rate, read_trace, scaled, synthesise
 
-UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-TINY_MLA = {  # DeepSeek's shape with small numbers: one latent for all heads
+TINY_MLA = {  # DeepSeek's architecture with small sizes: one latent for all heads
     "num_hidden_layers": 2,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -39,7 +40,7 @@ TINY_MLA = {  # DeepSeek's shape with small numbers: one latent for all heads
     "first_k_dense_replace": 2,
     "vocab_size": 4096,
 }
-TINY_GQA = {  # Llama's shape with two KV heads
+TINY_GQA = {  # Llama's architecture with small sizes and two KV heads
     "num_hidden_layers": 2,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -53,7 +54,7 @@ SHAPES = {"mla": ("deepseek-v3", TINY_MLA), "gqa": ("llama-3.1-8b", TINY_GQA)}
 
 @dataclass
 class Replay:
-    """What one layout did with the trace."""
+    """The measurements of one replay of the trace."""
 
     seconds: float
     generated: int
@@ -61,7 +62,7 @@ class Replay:
     hit_rate: float
     cache_usage: list[float]  # at each step
     running: list[int]  # at each step
-    first_token: list[float]  # seconds from the first step of each request's admission
+    first_token: list[float]  # seconds from the start of the replay to each request's first token
     gaps: list[float]  # seconds between tokens of a request
 
 
@@ -71,7 +72,7 @@ def main() -> None:
     print(f"{machine()}; jax {jax.__version__}")
     print(
         f"{len(requests)} requests, prompts of {_spread([r.input_length for r in requests])} tokens, answers of "
-        f"{_spread([r.output_length for r in requests])}; an endless cache would hit {_ideal(requests, options):.0%}"
+        f"{_spread([r.output_length for r in requests])}; an unlimited cache would hit {_ideal(requests, options):.0%}"
     )
     print(
         " tp x dcp | cache, tokens | tokens/s | vs first | hit rate | cache use | running | first token s  p50  p99 "
@@ -87,8 +88,8 @@ def main() -> None:
 
 
 def run(llm: LLM, requests: Sequence[TraceRequest]) -> Replay:
-    """Complete all requests; every one generates exactly the trace's number of tokens."""
-    vocab = llm.runner.config.vocab_size
+    """Run all requests to their end; each generates exactly the trace's number of tokens."""
+    vocab = llm.runner.model.config.vocab_size
     prompts = [synthesise(request, vocab) for request in requests]
     params = [SamplingParams(temperature=0, max_tokens=r.output_length, ignore_eos=True) for r in requests]
     llm.reset_prefix_cache()
@@ -115,7 +116,7 @@ def run(llm: LLM, requests: Sequence[TraceRequest]) -> Replay:
 
 
 def _warm_up(llm: LLM, requests: Sequence[TraceRequest], options: argparse.Namespace) -> None:
-    """Compile what the replay will run: the trace's own beginning, at every number of running requests."""
+    """Compile the programs of the replay, by running the first requests of the trace."""
     run(llm, requests[: 2 * options.max_num_seqs])
 
 
@@ -139,17 +140,14 @@ def _llm(options: argparse.Namespace, tp: int, dcp: int) -> LLM:
 def _row(llm: LLM, tp: int, dcp: int, replay: Replay, first: Replay) -> str:
     tokens = llm.runner.sizes.num_blocks * llm.runner.geometry.block_size
     rate, base = replay.generated / replay.seconds, first.generated / first.seconds
-    early, gaps = replay.first_token, [gap * 1e3 for gap in replay.gaps]
+    gaps = [gap * 1e3 for gap in replay.gaps]
+    first_token, gap = ([percentile(values, percent) for percent in (50, 99)] for values in (replay.first_token, gaps))
     return (
         f" {tp:2} x {dcp:<3} | {tokens:13,} | {rate:8.1f} | {rate / base:7.2f}x | {replay.hit_rate:8.0%} | "
         f"{statistics.mean(replay.cache_usage):9.0%} | {statistics.mean(replay.running):7.1f} | "
-        f"{_at(early, 50):18.2f} {_at(early, 99):5.2f} | {_at(gaps, 50):12.1f} {_at(gaps, 99):5.1f} | "
+        f"{first_token[0]:18.2f} {first_token[1]:5.2f} | {gap[0]:12.1f} {gap[1]:5.1f} | "
         f"{llm.stats().preemptions}"
     )
-
-
-def _at(values: Sequence[float], percent: float) -> float:
-    return float(np.percentile(values, percent)) if values else float("nan")
 
 
 def _spread(lengths: Sequence[int]) -> str:
@@ -160,29 +158,15 @@ def _ideal(requests: Sequence[TraceRequest], options: argparse.Namespace) -> flo
     return ideal_hit_rate(requests, options.block_size)
 
 
-def byte_count(text: str) -> int:
-    """What an option like 4194304 or 4MiB says."""
-    match = re.fullmatch(r"(\d+)\s*(KiB|MiB|GiB|)", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"must be bytes like 4194304 or 4MiB, but is {text!r}")
-    return int(match[1]) * UNITS[match[2]]
-
-
-def layout(text: str) -> tuple[int, int]:
-    """TP,DCP."""
-    tp, dcp = text.split(",")
-    return int(tp), int(dcp)
-
-
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("trace")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", help="a Mooncake file")
     parser.add_argument("--model", help="a folder, alias or hub id; without it the dummy model of --preset runs")
     parser.add_argument("--preset", choices=SHAPES, default="mla")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--layouts", type=layout, nargs="+", default=[(8, 1), (1, 8)], metavar="TP,DCP")
     parser.add_argument("--scale", type=int, default=32, help="divides every length and the 512 tokens of a hash id")
-    parser.add_argument("--limit", type=int, default=100, help="requests")
+    parser.add_argument("--limit", type=int, default=100, help="number of requests")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--kv-cache-memory-bytes", type=byte_count, default=byte_count("4MiB"), metavar="BYTES")
     parser.add_argument("--max-num-seqs", type=int, default=32)

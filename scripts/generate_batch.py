@@ -1,4 +1,4 @@
-"""`dcpjax batch` from a checkout: a JSONL file of requests in, a JSONL file of results out.
+"""Runs `dcpjax batch` from a checkout: reads requests from a JSONL file and writes results to another.
 
 python scripts/generate_batch.py in.jsonl -o out.jsonl --model smollm2-135m
 """

@@ -1,11 +1,10 @@
-"""Runs the notebooks and writes the .ipynb beside each script, with what it showed.
+"""Runs the percent scripts in notebooks/ and writes for each an .ipynb with its cells and their output.
 
     python scripts/render_notebooks.py                             # all
     python scripts/render_notebooks.py notebooks/01_quickstart.py
-    python scripts/render_notebooks.py --check                     # only compare: every .ipynb holds its script's cells
+    python scripts/render_notebooks.py --check                     # runs nothing, checks that each .ipynb is up to date
 
-The scripts in percent format are the source; nobody edits an .ipynb. Needs pip install '.[gguf,notebooks]'; --check
-needs nothing.
+The scripts are the source; do not edit an .ipynb. Needs pip install '.[gguf,notebooks]'; --check needs nothing.
 """
 
 import argparse
@@ -24,7 +23,9 @@ TIMEOUT = 900  # seconds a cell may take
 def main() -> int:
     parser = argparse.ArgumentParser(description="run the notebooks and write their .ipynb")
     parser.add_argument("scripts", nargs="*", type=Path, help="default: all of notebooks/")
-    parser.add_argument("--check", action="store_true", help="run nothing; fail where an .ipynb is not its script's")
+    parser.add_argument(
+        "--check", action="store_true", help="run nothing; fail if an .ipynb does not hold its script's cells"
+    )
     choice = parser.parse_args()
     scripts = choice.scripts or sorted(FOLDER.glob("*.py"))
     if choice.check:
@@ -41,7 +42,7 @@ def main() -> int:
 
 
 def cells_of(script: Path) -> list[tuple[str, str]]:
-    """(kind, source) of each cell: `# %%` begins one of code, `# %% [markdown]` one whose lines begin with `#`."""
+    """(kind, source) of each cell. `# %%` begins a code cell, `# %% [markdown]` a text cell of lines with `#`."""
     cells: list[tuple[str, list[str]]] = []
     for line in script.read_text(encoding="utf-8").splitlines():
         if line.startswith(MARKER):
@@ -60,7 +61,7 @@ def _source(kind: str, lines: list[str]) -> str:
 
 
 def is_rendered(script: Path) -> bool:
-    """Whether the .ipynb beside the script holds its cells and has run to its end."""
+    """Whether the .ipynb beside the script holds the script's cells and all of them have run."""
     target = script.with_suffix(".ipynb")
     if not target.exists():
         return False
@@ -71,7 +72,7 @@ def is_rendered(script: Path) -> bool:
 
 
 def render(script: Path) -> None:
-    """Run the cells in a new kernel, in the folder of the script, and write them with their output."""
+    """Run the cells in a new kernel, in the script's folder, and write them with their output."""
     import nbformat  # pyright: ignore[reportMissingImports]
     from nbclient import NotebookClient  # pyright: ignore[reportMissingImports]
 
@@ -91,7 +92,7 @@ def _cell(kind: str, source: str, number: int) -> Any:
 
 
 def _forget_machine(book: Any) -> None:
-    """Leave out when each cell ran, progress bars, and where this user's files are."""
+    """Remove the cells' run times, progress bars and the user's home folder."""
     book.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     for cell in book.cells:
         cell.metadata = {}

@@ -1,11 +1,10 @@
-"""Kimi-K2's shape cut to what a computer without accelerators holds: two layers, fewer experts, random weights.
-
-Loads one dense layer and one with experts in bfloat16 on virtual CPU devices, decodes a few tokens and prints what
-the weights and the cache take and how long it took:
+"""Runs a model with Kimi-K2's widths, but only two layers, fewer experts and random weights, without accelerators.
 
     python scripts/run_kimi_shape.py --experts 128
 
-All 384 experts of one layer take 33.8 GB, 128 take 11.3 GB; everything else in the cut model takes 6.4 GB.
+Loads one dense layer and one layer with experts in bfloat16 on virtual CPU devices and decodes a few tokens. Prints the
+memory of weights and cache, and the time. All 384 experts of one layer take 33.8 GB, 128 take 11.3 GB; the rest of the
+model takes 6.4 GB.
 """
 
 import argparse
@@ -19,7 +18,7 @@ from dcpjax import LLM, SamplingParams
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Kimi-K2's shape cut to two layers, with random weights")
+    parser = argparse.ArgumentParser(description="a model with Kimi-K2's widths, two layers and random weights")
     parser.add_argument("--experts", type=int, default=128, help="of the published 384 (default: 128)")
     parser.add_argument("--tp", type=int, default=8, help="tensor_parallel_size (default: 8)")
     parser.add_argument("--dcp", type=int, default=8, help="decode_context_parallel_size (default: 8)")
@@ -49,7 +48,7 @@ def main() -> None:
 
 
 def peak_gib() -> float:
-    """Most memory that this process has held."""
+    """The largest memory this process has used."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 

@@ -1,7 +1,6 @@
 """One declaration per array: sizes, logical axes, dtype and initialiser.
 
-From an `ArraySpec` follow its padded shape, its sharding, its abstract value for a restore and its loader.
-Knows nothing about models or files.
+Its padded shape, its sharding and its loader are derived from the `ArraySpec`.
 """
 
 from collections.abc import Callable
@@ -25,8 +24,8 @@ Read = Callable[[Index], np.ndarray]
 class Axis:
     """One dimension: its size in the checkpoint and how it is padded and repeated to fit the mesh.
 
-    The checkpoint's `size` entries fall into `groups` equal runs. Each run is padded at its end to a
-    multiple of `multiple`, then laid out `repeat` times:
+    The checkpoint's `size` entries are `groups` groups of equal size. Each group is padded at its end to a
+    multiple of `multiple`, then stored `repeat` times:
 
         size=6 groups=2 multiple=2 repeat=1    0 1 2 -  3 4 5 -
         size=4 groups=2 multiple=1 repeat=2    0 1  0 1  2 3  2 3
@@ -43,35 +42,32 @@ class Axis:
             raise ValueError(f"size must divide into groups={self.groups}, but is {self.size}")
 
     @property
-    def run(self) -> int:
+    def group_size(self) -> int:
         """Entries of one group in the checkpoint."""
         return self.size // self.groups
 
     @property
-    def padded_run(self) -> int:
-        return -(-self.run // self.multiple) * self.multiple
+    def padded_group_size(self) -> int:
+        """Entries of one group on the mesh."""
+        return -(-self.group_size // self.multiple) * self.multiple
 
     @property
     def padded(self) -> int:
         """Entries on the mesh."""
-        return self.groups * self.repeat * self.padded_run
+        return self.groups * self.repeat * self.padded_group_size
 
     @cached_property
     def source(self) -> np.ndarray:
-        """int64 [padded]: the checkpoint's entry behind each entry on the mesh, -1 where it is padding."""
+        """int64 [padded]: index in the checkpoint of each entry on the mesh, -1 for padding."""
         entry = np.arange(self.padded)
-        offset = entry % self.padded_run
-        group = entry // (self.padded_run * self.repeat)
-        return np.where(offset < self.run, group * self.run + offset, -1)
-
-    @property
-    def is_plain(self) -> bool:
-        return self.padded == self.size and self.repeat == 1
+        offset = entry % self.padded_group_size
+        group = entry // (self.padded_group_size * self.repeat)
+        return np.where(offset < self.group_size, group * self.group_size + offset, -1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySpec:
-    """An array on the mesh. `init` says what fills it when there is no checkpoint."""
+    """An array on the mesh. `init`: its values if there is no checkpoint."""
 
     axes: tuple[Axis, ...]
     dtype: Any
@@ -90,7 +86,7 @@ class ArraySpec:
         return tuple(axis.name for axis in self.axes)
 
     def bytes_per_device(self, place: Placement) -> int:
-        """What each device stores: what the mesh does not cut is stored whole on all of them."""
+        """Bytes of this array on each device."""
         shard = self.sharding(place).shard_shape(self.shape)
         return int(np.prod(shard)) * jnp.dtype(self.dtype).itemsize
 
@@ -105,17 +101,9 @@ class ArraySpec:
                 )
         return place.sharding(*self.names)
 
-    def abstract(self, place: Placement) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding(place))
-
 
 def is_spec(leaf: Any) -> bool:
     return isinstance(leaf, ArraySpec)
-
-
-def abstract_tree(specs: Any, place: Placement) -> Any:
-    """The same tree with `jax.ShapeDtypeStruct` leaves that carry shardings."""
-    return jax.tree.map(lambda spec: spec.abstract(place), specs, is_leaf=is_spec)
 
 
 def zeros(spec: ArraySpec, place: Placement) -> jax.Array:
@@ -124,14 +112,14 @@ def zeros(spec: ArraySpec, place: Placement) -> jax.Array:
 
 @lru_cache(maxsize=256)
 def _zeros(spec: ArraySpec, sharding: jax.sharding.NamedSharding) -> Callable[[], jax.Array]:
-    """One program for all arrays that are declared alike, as are the caches of all layers."""
+    """One program for all equal specs, such as the caches of all layers."""
     return jax.jit(partial(jnp.zeros, spec.shape, spec.dtype), out_shardings=sharding)
 
 
 def load(spec: ArraySpec, place: Placement, read: Read) -> jax.Array:
     """Build the array from `read(index of the checkpoint's array) -> np.ndarray`.
 
-    Each device asks for the part it holds and no more; padding is filled with zeros.
+    Only the part of each device is read for it; padding is filled with zeros.
     """
 
     def shard(index: Index | None) -> np.ndarray:
@@ -141,76 +129,76 @@ def load(spec: ArraySpec, place: Placement, read: Read) -> jax.Array:
 
 
 def dummy(spec: ArraySpec, place: Placement, seed: int) -> jax.Array:
-    """Random weights of a plausible size, the same for every layout: entries depend on `seed` and position.
+    """Random weights of a plausible magnitude, the same for every layout: entries depend on `seed` and position.
 
-    Made where they belong: no device and no host ever holds more than its own slice.
+    Each device computes its own shard, so no device and no host ever stores more than that.
     """
     return _generator(spec, spec.sharding(place))(np.uint32(seed))
 
 
 @lru_cache(maxsize=256)
 def _generator(spec: ArraySpec, sharding: jax.sharding.NamedSharding) -> Callable[[np.uint32], jax.Array]:
-    """One program for all arrays that are declared alike."""
+    """One program for all equal specs."""
     return jax.jit(partial(_entries, spec), out_shardings=sharding)
 
 
 def _entries(spec: ArraySpec, seed: jax.Array) -> jax.Array:
-    """Every entry on the mesh from its position in the checkpoint; padding is zero."""
+    """Every entry on the mesh, computed from its position in the checkpoint; padding is zero."""
     if spec.init == "normal":
         bits = seed[(None,) * len(spec.axes)]
         for dim, axis in enumerate(spec.axes):
-            bits = _mix(bits ^ _along(dim, axis.source.astype(np.uint32), spec))
-        values = _bell(bits) * np.float32(1.0 / np.sqrt(spec.checkpoint_shape[-1]))
+            bits = _mix(bits ^ _broadcast_along(dim, axis.source.astype(np.uint32), spec))
+        values = _nearly_normal(bits) * np.float32(1.0 / np.sqrt(spec.checkpoint_shape[-1]))
     else:
         values = jnp.full((1,) * len(spec.axes), 1.0 if spec.init == "ones" else 0.0, jnp.float32)
     for dim, axis in enumerate(spec.axes):
         if (axis.source < 0).any():
-            values = jnp.where(_along(dim, axis.source >= 0, spec), values, 0.0)
+            values = jnp.where(_broadcast_along(dim, axis.source >= 0, spec), values, 0.0)
     return jnp.broadcast_to(values, spec.shape).astype(spec.dtype)
 
 
-def _along(dim: int, entries: np.ndarray, spec: ArraySpec) -> jax.Array:
-    """A vector laid along one dimension, ready to be combined with any other."""
+def _broadcast_along(dim: int, entries: np.ndarray, spec: ArraySpec) -> jax.Array:
+    """A vector of entries along one dimension, with size 1 in all others."""
     return jnp.asarray(entries).reshape([-1 if other == dim else 1 for other in range(len(spec.axes))])
 
 
 def _mix(bits: jax.Array) -> jax.Array:
-    """A hash of 32 bits in which every bit of the input changes half of the output (MurmurHash3's finaliser)."""
+    """A 32-bit hash: each input bit changes about half of the output bits (MurmurHash3's finaliser)."""
     bits = (bits ^ (bits >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return bits ^ (bits >> np.uint32(16))
 
 
-def _bell(bits: jax.Array) -> jax.Array:
-    """32 random bits -> float32 of mean 0 and deviation 1: the sum of four bytes, nearly normal."""
+def _nearly_normal(bits: jax.Array) -> jax.Array:
+    """32 random bits -> float32, nearly normal with mean 0 and deviation 1: the scaled sum of the four bytes."""
     total = sum((bits >> np.uint32(shift)) & np.uint32(255) for shift in (0, 8, 16, 24))
     deviation = np.sqrt(4 * (256**2 - 1) / 12)
     return (jnp.asarray(total, jnp.float32) - np.float32(510)) * np.float32(1 / deviation)
 
 
 def _read_padded(spec: ArraySpec, index: Index, read: Read) -> np.ndarray:
-    """Read the checkpoint's entries behind `index` of the padded array."""
+    """The part `index` of the padded array, read from the checkpoint."""
     dtype = jnp.dtype(spec.dtype)
     sources = [axis.source[part] for axis, part in zip(spec.axes, index, strict=True)]
     spans = tuple(_span(source) for source in sources)
     values = np.asarray(read(spans)).astype(dtype, copy=False)
     for dim, (source, span) in enumerate(zip(sources, spans, strict=True)):
-        if not _is_run(source):
-            values = _take(values, source, span.start, dim)
+        if not _is_contiguous(source):
+            values = _gather(values, source, span.start, dim)
     return np.ascontiguousarray(values)
 
 
 def _span(source: np.ndarray) -> slice:
-    """The shortest slice of the checkpoint that holds every entry asked for."""
+    """The shortest slice of the checkpoint that contains all entries of `source`."""
     real = source[source >= 0]
     return slice(0, 0) if real.size == 0 else slice(int(real.min()), int(real.max()) + 1)
 
 
-def _is_run(source: np.ndarray) -> bool:
+def _is_contiguous(source: np.ndarray) -> bool:
     return source.size > 0 and source[0] >= 0 and bool(np.all(np.diff(source) == 1))
 
 
-def _take(values: np.ndarray, source: np.ndarray, start: int, dim: int) -> np.ndarray:
+def _gather(values: np.ndarray, source: np.ndarray, start: int, dim: int) -> np.ndarray:
     """Entries `source` (counted from `start`) along `dim`; -1 becomes zero."""
     shape = list(values.shape)
     shape[dim] = source.size

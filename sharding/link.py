@@ -1,10 +1,8 @@
-"""How fast the devices of a mesh exchange over `dcp`: measured once per machine, or from published numbers.
+"""How fast collectives over `dcp` are on a mesh: measured once per machine, or from published numbers.
 
-    switch  every device reaches every other directly; a ring of n devices takes n - 1 hops, an all-to-all one
-    torus   an axis is a ring in both directions; data goes n / 2 hops, and an all-to-all crosses links that a
-            reduce-scatter does not, n^2 / (4 (n - 1)) times the bytes sent
-
-Knows meshes and collectives; knows nothing about attention.
+switch  every device reaches every other directly; a ring of n devices takes n - 1 hops, an all-to-all one
+torus   an axis is a ring in both directions: data takes n / 2 hops, and an all-to-all loads the links with
+        n^2 / (4 (n - 1)) times the bytes that a device sends, a reduce-scatter with 1 times
 """
 
 import contextlib
@@ -21,16 +19,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from dcpjax.sharding.merge_cost import FLOAT32, Kind, Link, Pace
+from dcpjax.sharding.merge_cost import CollectiveKind, CollectiveSpeed, Link, send
 from dcpjax.sharding.mesh import DCP, TP
 
-SIZES = (2**8, 2**18)  # floats per device: one far below, one far above where latency and bandwidth weigh the same
-CHAINS = (2, 10)  # collectives in one program: their difference is free of what starting a program costs
+SIZES = (2**8, 2**18)  # floats per device: latency dominates the first, bandwidth the second
+CHAINS = (2, 10)  # collectives in one program: the difference of two programs does not contain the cost of a start
 ROUNDS = 7
 
 
-class Cable(NamedTuple):
-    """Published numbers of one kind of link."""
+class PublishedLink(NamedTuple):
+    """Published numbers of one kind of connection."""
 
     launch: float  # seconds before a collective sends anything
     hop: float  # seconds from one device to the next
@@ -40,80 +38,75 @@ class Cable(NamedTuple):
 
 # Launch and hop of a switch are those by which NCCL itself chooses an algorithm (src/graph/tuning.cc, ring and LL).
 # A hop of a TPU's interconnect takes about 1 us ("How to Scale Your Model", jax-ml.github.io/scaling-book, part 2).
-CABLES = {
-    "nvlink": Cable(6.6e-6, 0.6e-6, 450e9),  # H100 and H200 SXM datasheets, one direction
-    "pcie": Cable(6.6e-6, 1.0e-6, 31.5e9),  # 16 lanes of PCI Express 4.0
-    "ici": Cable(1e-6, 1e-6, 180e9, is_torus=True),  # TPU v5p and v6e, one axis, two links of 90 GB/s
+PUBLISHED_LINKS = {
+    "nvlink": PublishedLink(6.6e-6, 0.6e-6, 450e9),  # H100 and H200 SXM datasheets, one direction
+    "pcie": PublishedLink(6.6e-6, 1.0e-6, 31.5e9),  # 16 lanes of PCI Express 4.0
+    "ici": PublishedLink(1e-6, 1e-6, 180e9, is_torus=True),  # TPU v5p and v6e, one axis, two links of 90 GB/s
 }
 _ON_NVLINK = re.compile(r"SXM|HBM3|[BH][23]00|MI3\d\d")
 
 
 def find_link(mesh: Mesh, folder: Path) -> Link | None:
-    """What is known of a mesh's links; None on CPU, whose virtual devices exchange through one memory.
+    """The speed of a mesh's collectives; None on CPU, whose virtual devices share one memory.
 
-    Several processes use published numbers: each would measure its own, and choices must agree.
+    Several processes use published numbers: their measurements would differ, and all must choose the same merge.
     """
     device, ranks = mesh.devices.flat[0], mesh.shape[DCP]
     if device.platform == "cpu" or ranks == 1:
         return None
-    link = remembered(mesh, folder / "links.json") if jax.process_count() == 1 else None
-    return link or published(CABLES[cable_name(device.platform, device.device_kind)], ranks)
+    link = load_or_measure(mesh, folder / "links.json") if jax.process_count() == 1 else None
+    return link or published(PUBLISHED_LINKS[link_name(device.platform, device.device_kind)], ranks)
 
 
-def cable_name(platform: str, device_kind: str) -> str:
-    """What joins devices of this kind, as far as the name tells."""
+def link_name(platform: str, device_kind: str) -> str:
+    """The key in `PUBLISHED_LINKS` for devices of this kind, judged by their name."""
     if platform == "tpu":
         return "ici"
     return "nvlink" if _ON_NVLINK.search(device_kind) and "PCIE" not in device_kind.upper() else "pcie"
 
 
-def published(cable: Cable, ranks: int) -> Link:
-    """A link of this many ranks from published numbers."""
-    around = ranks // 2 if cable.is_torus else ranks - 1
-    across = around if cable.is_torus else 1
-    crossed = ranks**2 / (4 * (ranks - 1)) if cable.is_torus else 1.0
+def published(numbers: PublishedLink, ranks: int) -> Link:
+    """The speeds of a dcp group of this many ranks, from published numbers."""
+    ring_hops = ranks // 2 if numbers.is_torus else ranks - 1
+    all_to_all_hops = ring_hops if numbers.is_torus else 1
+    load = ranks**2 / (4 * (ranks - 1)) if numbers.is_torus else 1.0  # of an all-to-all on the links of a torus
 
-    def pace(hops: int, bandwidth: float) -> Pace:
-        return Pace(cable.launch + hops * cable.hop, bandwidth)
+    def speed(hops: int, bandwidth: float) -> CollectiveSpeed:
+        return CollectiveSpeed(numbers.launch + hops * numbers.hop, bandwidth)
 
-    once = pace(around, cable.bandwidth)
+    once = speed(ring_hops, numbers.bandwidth)
     return Link(
         all_gather=once,
         reduce_scatter=once,
-        all_to_all=pace(across, cable.bandwidth / crossed),
-        all_reduce=pace(2 * around, cable.bandwidth),
+        all_to_all=speed(all_to_all_hops, numbers.bandwidth / load),
+        all_reduce=speed(2 * ring_hops, numbers.bandwidth),
     )
 
 
 def measured(mesh: Mesh) -> Link | None:
-    """Time each kind of collective at two sizes and lay a line through them; None where no line fits."""
-    paces = {kind: _fit(mesh, kind) for kind in COLLECTIVES}
-    return None if None in paces.values() else Link(**paces)  # type: ignore[arg-type]
+    """Time each kind of collective at two sizes and fit latency and bandwidth; None if the times allow no fit."""
+    speeds = {kind: _fit(mesh, kind) for kind in COLLECTIVES}
+    return None if None in speeds.values() else Link(**speeds)  # type: ignore[arg-type]
 
 
-def _fit(mesh: Mesh, kind: Kind) -> Pace | None:
-    (small, quick), (large, slow) = ((sent(kind, size, mesh.shape[DCP]), time_one(mesh, kind, size)) for size in SIZES)
-    if quick <= 0 or slow <= quick:
+def _fit(mesh: Mesh, kind: CollectiveKind) -> CollectiveSpeed | None:
+    small, large = (send(kind, size, mesh.shape[DCP]).bytes for size in SIZES)
+    short, long = (time_one(mesh, kind, size) for size in SIZES)
+    if short <= 0 or long <= short:
         return None
-    bandwidth = (large - small) / (slow - quick)
-    latency = quick - small / bandwidth
-    return Pace(latency, bandwidth) if latency >= 0 else None
+    bandwidth = (large - small) / (long - short)
+    latency = short - small / bandwidth
+    return CollectiveSpeed(latency, bandwidth) if latency >= 0 else None
 
 
-def sent(kind: Kind, floats: int, ranks: int) -> float:
-    """Bytes each device sends of an input of so many floats."""
-    share = (ranks - 1) / ranks * FLOAT32 * floats
-    return {"all_gather": ranks * share, "reduce_scatter": share, "all_to_all": share, "all_reduce": 2 * share}[kind]
-
-
-def time_one(mesh: Mesh, kind: Kind, floats: int) -> float:
+def time_one(mesh: Mesh, kind: CollectiveKind, floats: int) -> float:
     """Seconds of one collective within a program."""
     short, long = (_time(mesh, kind, floats, count) for count in CHAINS)
     return (long - short) / (CHAINS[1] - CHAINS[0])
 
 
-def _time(mesh: Mesh, kind: Kind, floats: int, count: int) -> float:
-    """Seconds of a program of `count` collectives, each of which needs the one before."""
+def _time(mesh: Mesh, kind: CollectiveKind, floats: int, count: int) -> float:
+    """Seconds of a program of `count` collectives, each of which takes the result of the one before."""
 
     def chain(x: jax.Array) -> jax.Array:
         for _ in range(count):
@@ -142,8 +135,8 @@ def _scatter(x: jax.Array) -> jax.Array:
     return jnp.tile(jax.lax.psum_scatter(x, DCP, tiled=True) / ranks, ranks)
 
 
-# One collective from and to [floats] per device, without growing the values.
-COLLECTIVES: dict[Kind, Callable[[jax.Array], jax.Array]] = {
+# Each takes [floats] per device and returns [floats] per device, of the same magnitude.
+COLLECTIVES: dict[CollectiveKind, Callable[[jax.Array], jax.Array]] = {
     "all_gather": _gather,
     "reduce_scatter": _scatter,
     "all_to_all": bind(jax.lax.all_to_all, axis_name=DCP, split_axis=0, concat_axis=0, tiled=True),
@@ -151,8 +144,8 @@ COLLECTIVES: dict[Kind, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def remembered(mesh: Mesh, path: Path, measure: Callable[[Mesh], Link | None] = measured) -> Link | None:
-    """The link of a mesh as `path` has it, else measured and written there; None if it could not be measured."""
+def load_or_measure(mesh: Mesh, path: Path, measure: Callable[[Mesh], Link | None] = measured) -> Link | None:
+    """The link of a mesh from the file `path`, else measured and written there; None if it could not be measured."""
     device = mesh.devices.flat[0]
     key = f"{device.platform}, {device.device_kind}, tp={mesh.shape[TP]}, dcp={mesh.shape[DCP]}"
     links = _read(path)
@@ -165,22 +158,22 @@ def remembered(mesh: Mesh, path: Path, measure: Callable[[Mesh], Link | None] = 
 
 
 def _read(path: Path) -> dict[str, Link]:
-    """Empty where there is no such file or it holds anything else: it is only a memory."""
+    """Empty if there is no such file or it is damaged: everything in it can be measured again."""
     try:
-        return {key: _link(paces) for key, paces in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {key: _link(speeds) for key, speeds in json.loads(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return {}
 
 
-def _link(paces: dict[str, Any]) -> Link:
-    link = Link(**{kind: Pace(*map(float, pace)) for kind, pace in paces.items()})
-    if not all(0 <= pace.latency < 1 and pace.bandwidth > 0 for pace in link):
-        raise ValueError("a pace must be positive")
+def _link(speeds: dict[str, Any]) -> Link:
+    link = Link(**{kind: CollectiveSpeed(*map(float, speed)) for kind, speed in speeds.items()})
+    if not all(0 <= speed.latency < 1 and speed.bandwidth > 0 for speed in link):
+        raise ValueError("a speed must be positive")
     return link
 
 
 def _write(path: Path, links: dict[str, Link]) -> None:
-    """Whole or not at all; not at all where the folder cannot be written."""
+    """Replaces the file in one step; does nothing if the folder cannot be written."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")

@@ -6,10 +6,14 @@ softmax denominator over that subset. An empty subset is `(0, -inf)`. For disjoi
     lse = log(exp(lse1) + exp(lse2));   out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2
 
 which is associative and commutative (online softmax, Milakov & Gimelshein 2018; FlashAttention, Dao et al.
-2022, section 3.1). Runs inside `shard_map`; knows the axis `dcp` and nothing about caches or models.
+2022, section 3.1). The functions for several ranks run inside `shard_map`.
+
+Of the three merges of a dcp group, each takes out [T, H, Y] and lse [T, H] per device and returns [T, features / dcp]
+per device; `features` are H * Y, padded so that dcp divides them.
 """
 
 from collections.abc import Callable
+from functools import partial as bind
 from functools import reduce
 from typing import NamedTuple
 
@@ -18,13 +22,14 @@ import jax.numpy as jnp
 
 from dcpjax.sharding.merge_cost import Merge, MergeSize
 from dcpjax.sharding.mesh import DCP
+from dcpjax.sharding.platform import on_cpu
 
 
 class Partial(NamedTuple):
     """Attention over a subset of the keys."""
 
-    out: jax.Array  # [N, H, D] float32, 0 where no key was visible
-    lse: jax.Array  # [N, H] float32, natural log, -inf where no key was visible
+    out: jax.Array  # [T, H, Y] float32, 0 if no key was visible
+    lse: jax.Array  # [T, H] float32, natural log, -inf if no key was visible
 
 
 def merge(left: Partial, right: Partial) -> Partial:
@@ -36,7 +41,7 @@ def merge(left: Partial, right: Partial) -> Partial:
 
 
 def weight(lse: jax.Array, total: jax.Array) -> jax.Array:
-    """exp(lse - total): the share of one partial in the whole; 0 for an empty one, even if all are empty."""
+    """exp(lse - total): the weight of one partial in the merged one; 0 if it is empty, even if all are."""
     return jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total)))
 
 
@@ -46,30 +51,27 @@ def rank() -> jax.Array:
 
 
 def gather_over_dcp(x: jax.Array) -> jax.Array:
-    """Features or heads of a dcp group: [N, F / dcp, ...] per device -> [N, F, ...] on every rank."""
+    """Features or heads of a dcp group: [T, features / dcp, ...] per device -> [T, features, ...] on every rank."""
     return jax.lax.all_gather(x, DCP, axis=1, tiled=True) if jax.lax.axis_size(DCP) > 1 else x
-
-
-# Across dcp: [N, H, D] per device in, [N, F / dcp] per device out, F the padded features of H * D
 
 
 def merge_ag_rs(part: Partial, features: int) -> jax.Array:
     """All-gather the lse, scale the own partial, reduce-scatter the features.
 
-    Per device: lse [N, H] -> [dcp, N, H] (all-gather); out [N, F] -> [N, F / dcp] (reduce-scatter).
+    Per device: lse [T, H] -> [dcp, T, H] (all-gather); out [T, features] -> [T, features / dcp] (reduce-scatter).
     """
     every_lse = jax.lax.all_gather(part.lse, DCP)
-    share = weight(part.lse, jax.nn.logsumexp(every_lse, axis=0))
-    scaled = flatten_heads(part.out * share[..., None], features)
+    scale = weight(part.lse, jax.nn.logsumexp(every_lse, axis=0))
+    scaled = flatten_heads(part.out * scale[..., None], features)
     return jax.lax.psum_scatter(scaled, DCP, scatter_dimension=1, tiled=True)
 
 
 def merge_a2a(part: Partial, features: int) -> jax.Array:
     """Exchange heads for ranks, then combine locally.
 
-    Heads that divide by dcp travel with their lse in one packed all-to-all, per device [N, H, D+1] ->
-    [dcp, N, H / dcp, D+1]. Otherwise the flattened features travel, [N, F] -> [dcp, N, F / dcp], and the
-    small lse is gathered.
+    If dcp divides the heads, they are sent with their lse in one packed all-to-all, per device [T, H, Y + 1] ->
+    [dcp, T, H / dcp, Y + 1]. Otherwise the flattened features are sent, [T, features] -> [dcp, T, features / dcp],
+    and the small lse is gathered.
     """
     ranks = jax.lax.axis_size(DCP)
     tokens, heads, head_dim = part.out.shape
@@ -78,47 +80,55 @@ def merge_a2a(part: Partial, features: int) -> jax.Array:
         packed = packed.reshape(tokens, ranks, heads // ranks, head_dim + 1)
         received = jax.lax.all_to_all(packed, DCP, split_axis=1, concat_axis=0, tiled=False)
         out, lse = received[..., :-1], received[..., -1]
-        share = weight(lse, jax.nn.logsumexp(lse, axis=0, keepdims=True))
-        return _sum_over_ranks(out * share[..., None]).reshape(tokens, features // ranks)
+        scale = weight(lse, jax.nn.logsumexp(lse, axis=0, keepdims=True))
+        return _sum_over_ranks(out * scale[..., None]).reshape(tokens, features // ranks)
     flat = flatten_heads(part.out, features).reshape(tokens, ranks, features // ranks)
     received = jax.lax.all_to_all(flat, DCP, split_axis=1, concat_axis=0, tiled=False)
     every_lse = jax.lax.all_gather(part.lse, DCP)
-    share = weight(every_lse, jax.nn.logsumexp(every_lse, axis=0, keepdims=True))
-    return _sum_over_ranks(received * own_features(_per_feature(share, head_dim, features)))
+    scale = weight(every_lse, jax.nn.logsumexp(every_lse, axis=0, keepdims=True))
+    return _sum_over_ranks(received * own_features(_per_feature(scale, head_dim, features)))
 
 
 def merge_psum(part: Partial, features: int) -> jax.Array:
     """One pmax and two psums give every rank every head; each keeps its own features.
 
-    Per device: lse [N, H] (pmax), weights [N, H] and out [N, F] (psum); then [N, F] -> [N, F / dcp] locally.
+    Per device: lse [T, H] (pmax), weights [T, H] and out [T, H, Y] (psum); then [T, features] -> [T, features / dcp].
     """
     top = jax.lax.pmax(part.lse, DCP)
-    share = weight(part.lse, top)
-    total = jax.lax.psum(share, DCP)
-    out = jax.lax.psum(part.out * share[..., None], DCP)
+    scale = weight(part.lse, top)
+    total = jax.lax.psum(scale, DCP)
+    out = jax.lax.psum(part.out * scale[..., None], DCP)
     out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
     return own_features(flatten_heads(out, features))
 
 
 def _sum_over_ranks(x: jax.Array) -> jax.Array:
-    """[dcp, ...] -> [...]. One after another, which XLA's CPU backend vectorises and a sum over a first axis is not."""
+    """[dcp, ...] -> [...]."""
+    return on_cpu(_sum_one_by_one, bind(jnp.sum, axis=0), x)
+
+
+def _sum_one_by_one(x: jax.Array) -> jax.Array:
+    """Sum over the first axis, as elementwise additions.
+
+    XLA's CPU backend uses vector instructions for elementwise operations, but not for this reduction.
+    """
     return reduce(jnp.add, [x[other] for other in range(x.shape[0])])
 
 
-def _per_feature(share: jax.Array, head_dim: int, features: int) -> jax.Array:
-    """[dcp, N, H] -> [dcp, N, F]: each head's share on each of its features."""
-    share = jnp.repeat(share, head_dim, axis=-1)
-    return jnp.pad(share, ((0, 0), (0, 0), (0, features - share.shape[-1])))
+def _per_feature(scale: jax.Array, head_dim: int, features: int) -> jax.Array:
+    """[dcp, T, H] -> [dcp, T, features]: each head's weight, repeated for each of its features."""
+    scale = jnp.repeat(scale, head_dim, axis=-1)
+    return jnp.pad(scale, ((0, 0), (0, 0), (0, features - scale.shape[-1])))
 
 
 def flatten_heads(out: jax.Array, features: int) -> jax.Array:
-    """[N, H, D] -> [N, F], padded with zeros so that F divides by dcp."""
+    """[T, H, Y] -> [T, features], padded with zeros."""
     flat = out.reshape(out.shape[0], -1)
     return jnp.pad(flat, ((0, 0), (0, features - flat.shape[1])))
 
 
 def own_features(flat: jax.Array) -> jax.Array:
-    """[..., F] -> [..., F / dcp]: the features whose o_proj rows this rank holds."""
+    """[..., features] -> [..., features / dcp]: the features whose o_proj rows this rank has."""
     size = flat.shape[-1] // jax.lax.axis_size(DCP)
     return jax.lax.dynamic_slice_in_dim(flat, rank() * size, size, axis=-1)
 

@@ -1,49 +1,45 @@
-"""What merging over `dcp` costs: which collectives each merge runs, what each device sends, how long that takes.
+"""The cost model of collectives: bytes that each device sends, per collective and per merge, and the time that takes.
 
-Bytes are float32 and what each device must send at least, the dcp group having n ranks:
-
-    all-gather      (n - 1) x own part          all-to-all   (n - 1) / n x own input
-    reduce-scatter  (n - 1) / n x own input     all-reduce   2 (n - 1) / n x own input
-
-A collective takes a latency and its bytes over a bandwidth (Hockney 1994), each kind its own. Shapes are known when
-a step is traced and links are the same for every rank, so a choice made here costs a step nothing and cannot differ
-between ranks. Numbers only; runs nothing, knows nothing about models or meshes.
+A collective takes a latency plus its bytes divided by a bandwidth (Hockney 1994); each kind of collective has its own
+two numbers. "auto" chooses the merge while a step is traced: shapes are known then and the link is the same on every
+rank, so the choice costs nothing while steps run and is the same on every rank. The planner counts with the same
+functions.
 """
 
 from typing import Literal, NamedTuple, get_args
 
 FLOAT32 = 4
 
-Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
 Merge = Literal["ag_rs", "a2a", "psum"]
 MERGE_NAMES: tuple[Merge, ...] = get_args(Merge)
 
 
-class Pace(NamedTuple):
+class CollectiveSpeed(NamedTuple):
     """How long one kind of collective takes on one mesh."""
 
-    latency: float  # seconds, however small
+    latency: float  # seconds, for any size
     bandwidth: float  # bytes per second that each device sends
 
 
 class Link(NamedTuple):
-    """How devices of a dcp group are joined."""
+    """The speed of each kind of collective between the devices of a dcp group."""
 
-    all_gather: Pace
-    reduce_scatter: Pace
-    all_to_all: Pace
-    all_reduce: Pace
+    all_gather: CollectiveSpeed
+    reduce_scatter: CollectiveSpeed
+    all_to_all: CollectiveSpeed
+    all_reduce: CollectiveSpeed
 
 
 class Send(NamedTuple):
-    """One collective of a merge."""
+    """One collective and what it sends."""
 
-    kind: Kind
+    kind: CollectiveKind
     bytes: float  # that each device sends
 
 
 class MergeSize(NamedTuple):
-    """What each device of a dcp group brings to a merge: out [rows, heads, head_dim] and lse [rows, heads]."""
+    """What each device of a dcp group puts into a merge: out [rows, heads, head_dim] and lse [rows, heads]."""
 
     rows: int
     heads: int
@@ -53,30 +49,38 @@ class MergeSize(NamedTuple):
 
     @property
     def packs(self) -> bool:
-        """Whether whole heads go to each rank, so that a head's lse can travel with its values."""
+        """Whether whole heads go to each rank, so that a head's lse can be sent with its values."""
         return self.heads % self.ranks == 0 and self.features == self.heads * self.head_dim
 
 
+def send(kind: CollectiveKind, floats: float, ranks: int) -> Send:
+    """A collective of n ranks, each of which puts in so many float32 values. Bytes that each must send at least:
+
+    all-gather      (n - 1) x own input         all-to-all   (n - 1) / n x own input
+    reduce-scatter  (n - 1) / n x own input     all-reduce   2 (n - 1) / n x own input
+    """
+    factor = {"all_gather": ranks, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}[kind]
+    return Send(kind, factor * (ranks - 1) / ranks * FLOAT32 * floats)
+
+
 def sends(merge: Merge, size: MergeSize) -> tuple[Send, ...]:
-    """The collectives of one merge, as they are compiled: all-reduces of weights and values become one."""
-    share = (size.ranks - 1) / size.ranks * FLOAT32
+    """The collectives of one merge, as compiled: XLA joins psum's all-reduces of weights and of values into one."""
     lse, out, padded = size.rows * size.heads, size.rows * size.heads * size.head_dim, size.rows * size.features
-    gather_lse = Send("all_gather", size.ranks * share * lse)
     if merge == "ag_rs":
-        return gather_lse, Send("reduce_scatter", share * padded)
+        return send("all_gather", lse, size.ranks), send("reduce_scatter", padded, size.ranks)
     if merge == "psum":
-        return Send("all_reduce", 2 * share * lse), Send("all_reduce", 2 * share * (lse + out))
+        return send("all_reduce", lse, size.ranks), send("all_reduce", lse + out, size.ranks)
     if size.packs:
-        return (Send("all_to_all", share * (lse + out)),)
-    return Send("all_to_all", share * padded), gather_lse
+        return (send("all_to_all", lse + out, size.ranks),)
+    return send("all_to_all", padded, size.ranks), send("all_gather", lse, size.ranks)
 
 
 def seconds(merge: Merge, size: MergeSize, link: Link) -> float:
-    """What the cost model says of one merge."""
-    paces = [(getattr(link, send.kind), send.bytes) for send in sends(merge, size)]
-    return sum(pace.latency + sent / pace.bandwidth for pace, sent in paces)
+    """The time of one merge."""
+    speeds = [(getattr(link, one.kind), one.bytes) for one in sends(merge, size)]
+    return sum(speed.latency + sent / speed.bandwidth for speed, sent in speeds)
 
 
 def fastest(size: MergeSize, link: Link | None) -> Merge:
-    """The merge that should take the shortest; "ag_rs" where two tie or nothing is known of the link."""
+    """The merge of the shortest time; "ag_rs" if two tie or if the link is unknown."""
     return "ag_rs" if link is None else min(MERGE_NAMES, key=lambda merge: seconds(merge, size, link))

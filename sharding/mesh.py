@@ -1,7 +1,4 @@
-"""The `tp` x `dcp` device mesh and which layouts are legal.
-
-Knows head counts as plain numbers; knows nothing about models, weights or caches.
-"""
+"""The `tp` x `dcp` device mesh and which layouts are legal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +12,7 @@ TP, DCP = "tp", "dcp"
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How `tensor_parallel_size` devices are split: `dcp` adds no device, it divides the group."""
+    """How `tensor_parallel_size` devices are split into dcp groups; `dcp` adds no devices."""
 
     tensor_parallel_size: int = 1
     decode_context_parallel_size: int = 1
@@ -26,12 +23,12 @@ class Layout:
 
     @property
     def tp(self) -> int:
-        """Groups that hold different heads: the length of mesh axis `tp`."""
+        """Groups of devices with different heads: the length of mesh axis `tp`."""
         return self.tensor_parallel_size // self.decode_context_parallel_size
 
     @property
     def dcp(self) -> int:
-        """Ranks that hold different token positions of the same heads: the length of mesh axis `dcp`."""
+        """Ranks with different token positions of the same heads: the length of mesh axis `dcp`."""
         return self.decode_context_parallel_size
 
     def duplication(self, kv_heads: int) -> int:
@@ -40,7 +37,7 @@ class Layout:
 
 
 def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
-    """Lay the first `tensor_parallel_size` devices out as `(tp, dcp)`; neighbours share a dcp group."""
+    """The first `tensor_parallel_size` devices as a mesh `(tp, dcp)`; neighbours are in one dcp group."""
     chosen = list(jax.devices() if devices is None else devices)[: layout.devices]
     assert len(chosen) == layout.devices, f"{layout.devices} devices wanted, {len(chosen)} given"
     axis_types = (AxisType.Auto, AxisType.Auto)  # stated: the default of make_mesh is Explicit
@@ -48,7 +45,7 @@ def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def is_legal(layout: Layout, heads: int, kv_heads: int) -> bool:
-    """Query heads split evenly over `tp`; KV heads split evenly or are copied a whole number of times."""
+    """Whether `tp` divides the query heads, and either `tp` divides the KV heads or they divide `tp` (copies)."""
     if layout.tensor_parallel_size % layout.decode_context_parallel_size:
         return False
     tp = layout.tp
@@ -56,7 +53,7 @@ def is_legal(layout: Layout, heads: int, kv_heads: int) -> bool:
 
 
 def legal_layouts(tensor_parallel_size: int, heads: int, kv_heads: int) -> list[Layout]:
-    """Every legal layout on this many devices, by rising `decode_context_parallel_size`; never empty."""
+    """Every legal layout on this many devices, in order of `decode_context_parallel_size`."""
     candidates = (
         Layout(tensor_parallel_size=tensor_parallel_size, decode_context_parallel_size=dcp)
         for dcp in range(1, tensor_parallel_size + 1)

@@ -1,4 +1,4 @@
-"""The whole pool of devices, `tp` and `dcp` together, seen from inside a `shard_map` body."""
+"""Operations over all devices, `tp` and `dcp` together, inside a `shard_map` body."""
 
 import jax
 
@@ -6,10 +6,10 @@ from dcpjax.sharding.rules import WHOLE_POOL
 
 
 def pool_rank() -> jax.Array:
-    """This device's index among all of them, in the order in which arrays over the whole pool are cut."""
+    """This device's index among all, in the order of the shards of an array that is split over all devices."""
     return jax.lax.axis_index(WHOLE_POOL)
 
 
 def sum_over_pool(x: jax.Array) -> jax.Array:
-    """Add up every device's part; all devices get the sum."""
+    """The sum of every device's x, on all devices."""
     return jax.lax.psum(x, WHOLE_POOL)

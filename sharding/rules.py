@@ -1,7 +1,6 @@
-"""Logical axes and where each lies on the mesh, declared once.
+"""The mesh axes of each logical axis, declared once.
 
-Everything else (shardings, constraints, shard_map specs, initialisers, restore targets) is derived here.
-Knows names of axes; knows nothing about models.
+Everything else (shardings, constraints, shard_map specs, initialisers, restore targets) is derived from this.
 """
 
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ LOGICAL_AXES = MappingProxyType(
         "vocab": WHOLE_POOL,
         "experts": WHOLE_POOL,
         "kv_heads": (TP,),
-        "kv_context": (DCP,),  # the slots of a block: the line that makes this decode context parallelism
+        "kv_context": (DCP,),  # the slots of a block: this is decode context parallelism
     }
 )
 
@@ -61,7 +60,7 @@ def _simplest(entry: tuple[str, ...] | None) -> str | tuple[str, ...] | None:
 
 @dataclass(frozen=True)
 class Placement:
-    """A mesh and the rules that put arrays on it."""
+    """A mesh and the rules by which arrays are placed on it."""
 
     mesh: Mesh
     rules: Rules = field(default_factory=Rules)
@@ -76,7 +75,7 @@ class Placement:
 
     @property
     def single_cpu(self) -> bool:
-        """Whether the only device is a CPU, whose cores are all its own."""
+        """Whether the only device is a CPU, so that it may use all cores."""
         return self.mesh.size == 1 and self.platform == "cpu"
 
     @property
@@ -90,12 +89,12 @@ class Placement:
         return NamedSharding(self.mesh, self.rules.spec(axes))
 
     def ways(self, axis: str | None) -> int:
-        """Into how many pieces the mesh cuts this logical axis."""
+        """The number of shards of this logical axis."""
         ways = 1
         for mesh_axis in () if axis is None else self.rules.lookup(axis):
             ways *= self.mesh.shape[mesh_axis]
         return ways
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Pin the layout of an intermediate value inside a jitted function."""
+        """Set the sharding of an intermediate value inside a jitted function."""
         return jax.lax.with_sharding_constraint(x, self.sharding(*axes))

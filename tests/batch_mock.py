@@ -16,7 +16,8 @@ from dcpjax.api.outputs import CompletionOutput, RequestOutput
 from dcpjax.cli import batch
 from dcpjax.cli.flags import Parser, parse
 from dcpjax.jobs import output_file
-from dcpjax.openai.request import BatchRequest
+from dcpjax.jobs.batch_request import BatchRequest
+from dcpjax.openai.request import RequestBody
 
 
 class MockEngine:
@@ -28,7 +29,7 @@ class MockEngine:
         self.aborted = self.steps = self.most = 0
 
     def submit(self, key: int, request: BatchRequest) -> None:
-        if "refuse" in text_of(request):
+        if "refuse" in text_of(request.body):
             raise ValueError("a prompt must hold at most 60 tokens, but holds 61")
         self.running[key] = request
         self.submitted.append(request)
@@ -37,7 +38,7 @@ class MockEngine:
     def advance(self) -> list[tuple[int, RequestOutput]]:
         self.steps += 1
         keys = self.random.sample(sorted(self.running), min(len(self.running), self.random.randint(0, 3)))
-        return [(key, answer(self.running.pop(key))) for key in keys]
+        return [(key, answer(self.running.pop(key).body)) for key in keys]
 
     def abort(self) -> None:
         self.aborted += 1
@@ -51,13 +52,13 @@ class MockEngine:
         return {"cache_usage": len(self.running) / 100}
 
 
-def text_of(request: BatchRequest) -> str:
+def text_of(request: RequestBody) -> str:
     if request.messages is not None:
         return str(request.messages[-1].get("content") if isinstance(request.messages[-1], dict) else None)
     return request.prompt if isinstance(request.prompt, str) else "".join(map(chr, request.prompt or []))
 
 
-def answer(request: BatchRequest) -> RequestOutput:
+def answer(request: RequestBody) -> RequestOutput:
     text = text_of(request)
     error = "the logits of a step must be finite, but were not" if text == "fail" else None
     made = [

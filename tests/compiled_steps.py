@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 from harness import golden_runner
 
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.request import Request
 from dcpjax.engine.result import StepResult
 from dcpjax.engine.scheduler import Scheduled
 from dcpjax.runtime.batch import build
-from dcpjax.runtime.logit_rows import Choice
-from dcpjax.runtime.programs import head_of
+from dcpjax.runtime.logit_rows import SampledRows
+from dcpjax.runtime.programs import head_weights
 from dcpjax.runtime.runner import Runner
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
@@ -28,7 +27,7 @@ def scheduled(lengths: list[int], count: int = 1, **params: Any) -> list[Schedul
     options = SamplingParams(**{"temperature": 0, **params})
     return [
         Scheduled(
-            Request(number, [3] * length, options, 4, 0, frozenset(), RequestMetrics(0.0)),
+            Request(number=number, prompt_token_ids=[3] * length, params=options, max_tokens=4),
             length - count,
             count,
             list(range(8 * number, 8 * number + 8)),
@@ -45,16 +44,16 @@ def run(runner: Runner, step: list[Scheduled]) -> StepResult:
 def compiled(runner: Runner, step: list[Scheduled]) -> Any:
     """The forward program of a step."""
     batch = build(step, runner.shapes, runner.geometry)
-    return runner._forward.lower(runner.weights, runner.cache, runner.latest, batch).compile()
+    return runner.programs.forward.lower(runner.weights, runner.cache, runner.latest, batch).compile()
 
 
 def compiled_choice(runner: Runner, step: list[Scheduled]) -> Any:
     """The program that chooses a step's next tokens."""
     batch = build(step, runner.shapes, runner.geometry)
-    choice = Choice.of(step, batch, runner.shapes, runner.config.vocab_size)
+    choice = SampledRows.of(step, batch, runner.shapes, runner.model.config.vocab_size)
     assert choice is not None
-    hidden = np.zeros((len(choice.indices), runner.config.hidden_size), np.float32)
-    return runner._choose.lower(head_of(runner.weights), hidden, runner.latest, choice.options).compile()
+    hidden = np.zeros((len(choice.indices), runner.model.config.hidden_size), np.float32)
+    return runner.programs.sample.lower(head_weights(runner.weights), hidden, runner.latest, choice.options).compile()
 
 
 def collectives(program: Any) -> Counter[str]:

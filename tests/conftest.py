@@ -4,22 +4,29 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import pytest
-from hypothesis import settings
 
-from dcpjax.runtime import programs
+# Tiny models compile for longer than they run: neither LLVM nor XLA's fusion emitters optimise their code.
+# XLA's own passes all run. What a caller sets in XLA_FLAGS comes last and wins.
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+OPTIMISED_TESTS = ("test_smollm2.py", "test_goldens.py", "test_wide_latent.py")  # real sizes, or against transformers
 
-jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.devices()  # starts the backend: what needs more devices is refused from here on
+with pytest.MonkeyPatch.context() as patch:  # processes that tests start compile as users' do
+    patch.setenv("XLA_FLAGS", f"{QUICK} {os.environ.get('XLA_FLAGS', '')}")
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.devices()  # starts the backend: what needs more devices is refused from here on
+
+from hypothesis import settings  # noqa: E402
+
+from dcpjax.runtime import programs  # noqa: E402
 
 settings.register_profile("default", max_examples=40, deadline=None)
 settings.register_profile("full", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
-
-FULLY_OPTIMISED = ("test_smollm2", "test_reference")  # real models, and what is compared with transformers anew
-GOLDENS = Path(__file__).parent / "goldens"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,11 +41,12 @@ def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compiles(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tiny models compile for longer than they run: LLVM leaves their code as it is. XLA's own passes all run."""
+def optimised_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Programs of real models are compiled as users' are."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.module.__name__ not in FULLY_OPTIMISED:
-            patch.setitem(programs.CPU_OPTIONS, "xla_backend_optimization_level", 0)
+        if request.path.name in OPTIMISED_TESTS:
+            for option, value in OPTIMISED.items():
+                patch.setitem(programs.CPU_OPTIONS, option, value)
         yield
 
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.request import UNKNOWN, Request, Status
 from dcpjax.engine.result import StepResult
-from dcpjax.engine.scheduler import Limits, Pace, Scheduled
+from dcpjax.engine.scheduler import PrefillBudget, Scheduled, StepLimits
 from dcpjax.models.kv_cache import CacheGeometry
 
 VOCAB = 50
@@ -223,12 +222,12 @@ def engine(
     async_scheduling: bool = True,
     caching: bool = True,
     least_copied: int = 1,
-    pace: Pace | None = None,
+    prefill_budget: PrefillBudget | None = None,
 ) -> Engine:
-    limits = Limits(
+    limits = StepLimits(
         max_num_seqs=seats,
         max_num_batched_tokens=budget,
-        pace=pace,
+        prefill_budget=prefill_budget,
         enable_prefix_caching=caching,
         least_copied=least_copied,
     )
@@ -240,7 +239,7 @@ def request(
     prompt: Sequence[int],
     max_tokens: int = 5,
     ends: Sequence[int] = (),
-    leader: Request | None = None,
+    first_sibling: Request | None = None,
     salt: str | None = None,
     priority: int = 0,
     guide: MockGuide | None = None,
@@ -248,14 +247,12 @@ def request(
 ) -> Request:
     options = SamplingParams(max_tokens=max_tokens, **params)
     return Request(
-        number,
-        list(prompt),
-        options,
-        max_tokens,
-        seed=0,
+        number=number,
+        prompt_token_ids=list(prompt),
+        params=options,
+        max_tokens=max_tokens,
         end_token_ids=frozenset([*ends, *options.stop_tokens]),
-        metrics=RequestMetrics(0.0),
-        leader=leader,
+        first_sibling=first_sibling,
         cache_salt=salt,
         priority=priority,
         guide=guide,

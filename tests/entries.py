@@ -3,17 +3,16 @@
 import random
 from dataclasses import replace
 
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduled
 from dcpjax.models.kv_cache import CacheGeometry
-from dcpjax.runtime.batch import Shapes
+from dcpjax.runtime.batch import ShapeBuckets
 
 GEOMETRY = CacheGeometry(block_size=16)
 
 
-SHAPES = Shapes(max_rows=32, max_tokens=512, table_width=64)
+SHAPES = ShapeBuckets(max_rows=32, max_tokens=512, table_width=64)
 
 
 def entry(number: int, start: int, count: int, *, prompt: int | None = None, in_flight: int = 0, **params) -> Scheduled:
@@ -21,13 +20,13 @@ def entry(number: int, start: int, count: int, *, prompt: int | None = None, in_
     known = start + count - in_flight
     ids = [1000 * number + position for position in range(known)]
     split = known if prompt is None else prompt
-    made = Request(number, ids[:split], SamplingParams(**params), 4, 0, frozenset(), RequestMetrics(0.0))
+    made = Request(number=number, prompt_token_ids=ids[:split], params=SamplingParams(**params), max_tokens=4)
     made.output_token_ids, made.num_in_flight, made.seat = ids[split:], in_flight, 31 - number
     blocks = GEOMETRY.blocks(start + count)
     return Scheduled(made, start, count, [40 * number + block for block in range(blocks)], samples=True)
 
 
-def steps(seed: int, shapes: Shapes) -> list[Scheduled]:
+def steps(seed: int, shapes: ShapeBuckets) -> list[Scheduled]:
     """Any step that fits: single tokens first."""
     dice, left = random.Random(seed), shapes.max_tokens
     counts: list[int] = []

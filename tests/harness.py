@@ -1,6 +1,6 @@
 """Running prompts through a real step, keeping the logits: what the equivalence tests compare."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -9,18 +9,18 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from dcpjax.api.config import EngineConfig
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.engine.blocks import BlockManager
 from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduled, Scheduler
 from dcpjax.models import decoder
-from dcpjax.runtime.batch import Batch, Shapes, build
+from dcpjax.runtime.batch import Batch, ShapeBuckets, build
 from dcpjax.runtime.programs import compile_on_demand, known_tokens
-from dcpjax.runtime.runner import Runner
+from dcpjax.runtime.runner import Runner, load_runner
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -50,6 +50,17 @@ def all_logits(weights: Any, cache: Any, latest: Any, batch: Batch, *, config: A
     return decoder.logits(weights, hidden, config, runtime.place), cache
 
 
+def sample(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """The same cases for `parametrize`: those `kept` run by default, the others in the sweep (`pytest -m sweep`)."""
+    cases = list(cases)
+    assert all(case in cases for case in kept), f"{kept} must be among {cases}"
+    return [case if case in kept else swept(case) for case in cases]
+
+
+def swept(case: Any) -> Any:
+    return pytest.param(*case if isinstance(case, tuple) else (case,), marks=pytest.mark.sweep)
+
+
 def golden(family: str) -> dict[str, np.ndarray]:
     return dict(np.load(GOLDENS / family / "golden.npz"))
 
@@ -64,7 +75,7 @@ def golden_runner(family: str, tp: int, dcp: int, **options: Any) -> Runner:
         "kv_cache_memory_bytes": 2**20,
     }
     layout = {"tensor_parallel_size": tp * dcp, "decode_context_parallel_size": dcp}
-    return Runner(open_model(GOLDENS / family), EngineConfig.from_options(usual | layout | options))
+    return load_runner(open_model(GOLDENS / family), EngineConfig.from_options(usual | layout | options))
 
 
 @cache
@@ -73,7 +84,7 @@ def loaded(family: str, **options: Any) -> "Stepper":
     return Stepper(GOLDENS / family, **options)
 
 
-class OneShape(Shapes):
+class OneShape(ShapeBuckets):
     """Every step in the largest shape: one program for each layout to be compared."""
 
     def decode_only(self, step: Sequence[Scheduled]) -> bool:
@@ -91,11 +102,11 @@ class Stepper:
 
     def __init__(self, path: Path, *, one_shape: bool = False, **options: Any) -> None:
         options = {"dtype": "float32", "block_size": 16, "max_num_seqs": 4, "kv_cache_memory_bytes": 2**20} | options
-        self.runner = Runner(open_model(path), EngineConfig(**options))
+        self.runner = load_runner(open_model(path), EngineConfig(**options))
         runner = self.runner
         if one_shape:
             runner.shapes = OneShape(**vars(runner.shapes))
-        self.step = compile_on_demand(all_logits, runner.config, runner.runtime, runner.cache)
+        self.step = compile_on_demand(all_logits, runner.model.config, runner.model.runtime, runner.cache)
 
     def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[Trace]:
         """`count` greedy tokens for each prompt, all running together through the project's own scheduler."""
@@ -122,11 +133,14 @@ class Stepper:
 
     def _queue(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[Scheduler, list[Request]]:
         sizes = self.runner.sizes
-        limits = replace(sizes.limits, pace=None, enable_prefix_caching=False)
+        limits = replace(sizes.limits, prefill_budget=None, enable_prefix_caching=False)
         scheduler = Scheduler(BlockManager(sizes.num_blocks), self.runner.geometry, limits)
         requests = [
             Request(
-                number, [int(token) for token in prompt], SamplingParams(), count, 0, frozenset(), RequestMetrics(0)
+                number=number,
+                prompt_token_ids=[int(token) for token in prompt],
+                params=SamplingParams(),
+                max_tokens=count,
             )
             for number, prompt in enumerate(prompts)
         ]

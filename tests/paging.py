@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduled
 from dcpjax.models.attention.work import Work
 from dcpjax.models.kv_cache import CacheGeometry
-from dcpjax.runtime.batch import Shapes, build
+from dcpjax.runtime.batch import ShapeBuckets, build
 from dcpjax.sharding.merge import Partial
 
 
@@ -33,7 +32,7 @@ def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> tupl
 
 def request(number: int, tokens: int) -> Request:
     ids = list(range(tokens))
-    return Request(number, ids, SamplingParams(), 1, 0, frozenset(), RequestMetrics(0.0))
+    return Request(number=number, prompt_token_ids=ids, params=SamplingParams(), max_tokens=1)
 
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 48  # three query heads to a KV head; features in pieces of 32 and 16
@@ -74,7 +73,7 @@ def scheduled(step: Sequence[Span], where: Paging) -> Work:
         Scheduled(request(row, start + count), start, count, pool[row][: where.geometry.blocks(start + count)], True)
         for row, (start, count) in enumerate(step)
     ]
-    shapes = Shapes(max_rows=ROWS, max_tokens=TOKENS, table_width=where.blocks)
+    shapes = ShapeBuckets(max_rows=ROWS, max_tokens=TOKENS, table_width=where.blocks)
     return build(entries, shapes, where.geometry).work
 
 

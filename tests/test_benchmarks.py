@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from harness import GOLDENS
 
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
-from dcpjax.checkpoint.gguf_file import GGUFSource, read_header
+from dcpjax.checkpoint.gguf_header import read_header
+from dcpjax.checkpoint.gguf_source import GGUFSource
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduled
@@ -20,9 +20,10 @@ from dcpjax.models.config import from_hf
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
-from bench_decode import read_all, row, write_gguf  # noqa: E402
 from bench_prefill import chunks, prefill_operations  # noqa: E402
 from bench_throughput import Answer, Kind, Profile, export, kind_of, random_prompts, report, rounds  # noqa: E402
+from measuring import row  # noqa: E402
+from other_runtimes import read_all, write_gguf  # noqa: E402
 
 LLAMA_FIELDS = {
     "llama.block_count": 1,
@@ -45,7 +46,7 @@ def refused(script: str, *arguments: str) -> str:
 
 
 def entry(count: int) -> Scheduled:
-    request = Request(0, [1] * 9, SamplingParams(), 1, 0, frozenset(), RequestMetrics(0.0))
+    request = Request(number=0, prompt_token_ids=[1] * 9, params=SamplingParams(), max_tokens=1)
     return Scheduled(request, 0, count, [0], True)
 
 

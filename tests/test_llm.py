@@ -10,6 +10,7 @@ from small_models import character_model
 
 import dcpjax
 from dcpjax import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from dcpjax.runtime.memory import block_bytes_per_device
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -211,7 +212,7 @@ def test_the_engine_seed_decides_where_a_request_has_none(folder: Path) -> None:
 def test_a_pool_so_small_that_requests_are_preempted_gives_the_same_tokens(folder: Path, llm: LLM) -> None:
     prompts = [[10 + number] * 20 for number in range(6)]
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=40, ignore_eos=True)
-    per_block = llm.runner.block_bytes_per_device()
+    per_block = block_bytes_per_device(llm.runner.model)
     small = make(folder, kv_cache_memory_bytes=6 * per_block)
     results = small.generate(prompts, params)
     assert tokens(results) == tokens(llm.generate(prompts, params))
@@ -221,7 +222,7 @@ def test_a_pool_so_small_that_requests_are_preempted_gives_the_same_tokens(folde
 
 
 def test_a_request_that_can_never_fit_is_an_error_with_numbers(folder: Path, llm: LLM) -> None:
-    small = make(folder, kv_cache_memory_bytes=2 * llm.runner.block_bytes_per_device())
+    small = make(folder, kv_cache_memory_bytes=2 * block_bytes_per_device(llm.runner.model))
     assert small.max_model_len == 32
     fits, too_long = small.generate([[5] * 31, [5] * 32], SamplingParams(temperature=0, max_tokens=4))
     assert fits.outputs[0].finish_reason == "length"
@@ -243,7 +244,7 @@ def test_an_exception_in_a_step_fails_its_requests_and_the_engine_goes_on(
 ) -> None:
     good = tokens(llm.generate("abc", GREEDY))
     with monkeypatch.context() as broken:
-        broken.setattr(llm.runner, "_forward", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        broken.setattr(llm.runner.programs, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
         (result,) = llm.generate("abc", GREEDY)
     assert result.error == "RuntimeError: out of memory"
     assert tokens(llm.generate("abc", GREEDY)) == good
@@ -258,7 +259,7 @@ def test_an_interrupt_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(llm.runner, "_forward", interrupted)
+        broken.setattr(llm.runner.programs, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["abc", "xyz"], GREEDY)
     assert llm.engine.blocks.num_used == 0
@@ -317,7 +318,7 @@ def test_parameters_of_another_type_are_refused(llm: LLM, params: Any) -> None:
         llm.generate(["abc"], params)
 
 
-@pytest.mark.parametrize("moment", ["_launch", "_collect", "_take"])
+@pytest.mark.parametrize("moment", ["_launch", "_collect", "_apply"])
 def test_an_interrupt_after_a_step_costs_other_streams_nothing(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -345,7 +346,7 @@ def test_a_stream_is_watched_token_by_token_and_a_call_for_its_results(llm: LLM,
     llm.generate(["abc", "xyz"], GREEDY)
     list(llm.stream("abc", GREEDY))
     assert seen == [False, False, True]
-    assert not llm.engine.scheduler.limits.pace.always
+    assert not llm.engine.scheduler.limits.prefill_budget.always
 
 
 # --- prefix cache, log-probabilities and other options

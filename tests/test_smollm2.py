@@ -77,6 +77,7 @@ def test_a_stream_gives_the_same_text_piece_by_piece(eight_ranks: LLM) -> None:
     assert events[-1].finish_reason == "stop"
 
 
+@pytest.mark.sweep
 def test_a_key_hidden_in_three_thousand_tokens_is_found_on_eight_ranks(eight_ranks: LLM) -> None:
     (result,) = eight_ranks.generate(
         [GOLDEN["needle_prompt"].tolist()], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -85,6 +86,7 @@ def test_a_key_hidden_in_three_thousand_tokens_is_found_on_eight_ranks(eight_ran
     assert result.outputs[0].token_ids == GOLDEN["needle_greedy"].tolist()
 
 
+@pytest.mark.sweep
 def test_each_turn_of_an_agent_finds_the_turns_before_it_in_the_cache(smollm2_path: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     options = {"dtype": "float32", "max_num_seqs": 1, "max_num_batched_tokens": 32, "max_model_len": 1024}
@@ -126,6 +128,7 @@ def test_the_logits_of_the_first_answer_equal_transformers(smollm2_path: Path) -
     np.testing.assert_allclose(scores[GOLDEN["france_top_ids"][0]], expected, rtol=0, atol=2e-4)
 
 
+@pytest.mark.sweep
 def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(smollm2_path: Path) -> None:
     scores = first_logits(smollm2_path, "bfloat16")
     exact = dict(zip(GOLDEN["france_top_ids"][0], GOLDEN["france_top_logits"][0], strict=True))

@@ -5,6 +5,7 @@
 
 import random
 import resource
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from harness import GOLDENS, compilations
 
 from dcpjax import LLM, SamplingParams
-from dcpjax.frontend.completion import Job
+from dcpjax.frontend.completion import RunningPrompt
 
 OPTIONS = {
     "dtype": "float32",
@@ -31,13 +32,13 @@ class Traffic:
 
     def __init__(self, llm: LLM, seed: int) -> None:
         self.llm, self.dice = llm, random.Random(seed)
-        self.vocab = llm.runner.config.vocab_size
+        self.vocab = llm.runner.model.config.vocab_size
         self.heads = [self._tokens(self.dice.choice((16, 40, 64))) for _ in range(4)]
 
     def _tokens(self, count: int) -> list[int]:
         return [self.dice.randrange(3, self.vocab) for _ in range(count)]
 
-    def jobs(self, count: int) -> Iterator[Job]:
+    def jobs(self, count: int) -> Iterator[RunningPrompt]:
         for index in range(count):
             head = self.dice.choice(self.heads) if self.dice.random() < 0.3 else []
             prompt = head + self._tokens(self.dice.randint(1, 60))
@@ -49,11 +50,11 @@ class Traffic:
                 max_tokens=self.dice.randint(1, 40),
                 ignore_eos=True,
             )
-            yield self.llm.intake.job(index, prompt, params)
+            yield RunningPrompt(self.llm.intake.submission(index, prompt, params), deque())
 
-    def run(self, count: int, *, every: int = 1) -> list[Job]:
+    def run(self, count: int, *, every: int = 1) -> list[RunningPrompt]:
         """All jobs to their ends, at most sixteen on their way. Returns each `every`th unless it was given up."""
-        kept, running, waiting = list[Job](), list[Job](), self.jobs(count)
+        kept, running, waiting = list[RunningPrompt](), list[RunningPrompt](), self.jobs(count)
         while True:
             running += islice(waiting, 16 - len(running))
             if not running:
@@ -64,7 +65,7 @@ class Traffic:
             self.llm.advance()
             if self.dice.random() < 0.03:
                 self.llm.abandon([running.pop(self.dice.randrange(len(running)))])
-            kept += [job for job in running if job.output.finished and job.index % every == 0]
+            kept += [job for job in running if job.output.finished and job.submission.index % every == 0]
             running = [job for job in running if not job.output.finished]
 
 
@@ -84,7 +85,7 @@ def test_after_many_requests_nothing_has_leaked_and_each_answer_is_its_own(count
     assert stats.prefix_hits > 0
     assert jobs
     for job in jobs:
-        (alone,) = llm.generate([job.prompt_token_ids], job.params)
+        (alone,) = llm.generate([job.submission.prompt_token_ids], job.submission.params)
         assert alone.outputs[0].token_ids == job.output.outputs[0].token_ids
 
 

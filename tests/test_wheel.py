@@ -35,11 +35,12 @@ def package_files(wheel: zipfile.ZipFile) -> list[str]:
     return [name for name in wheel.namelist() if ".dist-info/" not in name]
 
 
-def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel):
+def test_the_wheel_holds_every_folder_of_the_package_and_nothing_else(wheel):
     python = [
-        f"{package}/{path.name}"
+        f"{package}/{path.relative_to(ROOT / folder)}"
         for package, folder in (("dcpjax", "dcpjax"), ("dcpjax/models", "models"), ("dcpjax/sharding", "sharding"))
-        for path in (ROOT / folder).glob("*.py")
+        for path in (ROOT / folder).rglob("*.py")
+        if folder != "dcpjax" or path.relative_to(ROOT / folder).parts[0] not in ("models", "sharding")
     ]
     assert sorted(package_files(wheel)) == sorted([*python, "dcpjax/py.typed"])
 

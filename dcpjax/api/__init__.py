@@ -1,4 +1,4 @@
-"""What a user may ask for and what comes back: options that check themselves, results, progress on a terminal.
+"""What users pass in and get back: options that check themselves, results, progress on a terminal.
 
-Plain data under vLLM's names. Knows no arrays, no models and no files.
+Plain data under vLLM's names: no JAX arrays, no models, no files.
 """

@@ -1,11 +1,11 @@
-"""What a user chooses about an engine, checked before any heavy work. Numbers and names; knows no arrays."""
+"""Options of an engine, checked before any heavy work."""
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from dcpjax.api.sampling_params import check_option_names
+from dcpjax.api.checks import check_bool, check_choice, check_integer, check_share, check_size, from_options
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 CommBackend = Literal["ag_rs", "a2a", "psum"]
@@ -20,38 +20,38 @@ class EngineConfig:
     """Options of `LLM`. Names are those of vLLM where it has them.
 
     Args:
-        tensor_parallel_size: devices in all.
+        tensor_parallel_size: number of devices.
         decode_context_parallel_size: ranks that split the KV cache by token position; divides
             `tensor_parallel_size`.
         dtype: of the weights; "auto" takes the checkpoint's, float16 becoming bfloat16.
-        max_model_len: most tokens of prompt and completion together; None: what the model and the cache allow.
+        max_model_len: most tokens of prompt and completion together. None: what the model and the cache allow.
         max_num_seqs: most requests that run at once.
         max_num_batched_tokens: most tokens in one step; longer prompts run in several. None: 1024 on CPU, else 2048.
-        max_mixed_prefill_tokens: most prompt tokens in a step that also decodes, counted as at the beginning of a
-            prompt (later ones attend to more and cost more), so that nobody waits long for the next token. None: 64
-            on CPU, else 512, while a stream decodes; no bound while only results are waited for.
+        max_mixed_prefill_tokens: most prompt tokens in a step that also decodes, so that running requests need not
+            wait long for their next token. Tokens far into a prompt attend to more, cost more and count for more.
+            None: 64 on CPU, else 512 while a streamed request decodes; no limit while none does.
         block_size: tokens per cache block, counted over all ranks.
-        enable_prefix_caching: share the cache of equal beginnings of prompts.
-        scheduling_policy: "fcfs" serves in order of arrival; "priority" the lowest `priority` of `generate` first.
-        async_scheduling: choose the next step while the last one runs.
-        max_logprobs: most log-probabilities per token that a request may ask for; -1: the whole vocabulary.
-        kv_cache_memory_bytes: cache size per device. None: on CPU 1 GiB divided by the devices, elsewhere
-            what `gpu_memory_utilization` leaves beside the weights.
+        enable_prefix_caching: reuse the cache of prompts that begin with the same tokens.
+        scheduling_policy: "fcfs" runs requests in order of arrival; "priority" those with the lowest `priority` first.
+        async_scheduling: schedule the next step while the current one runs.
+        max_logprobs: most log-probabilities per token that a request may ask for; -1 allows the whole vocabulary.
+        kv_cache_memory_bytes: cache size per device. None: on CPU 1 GiB divided by the number of devices, elsewhere
+            what `gpu_memory_utilization` leaves after the weights.
         gpu_memory_utilization: share of an accelerator's memory to use.
         kv_cache_dtype: "auto" is that of the weights.
         dcp_comm_backend: how ranks merge their partial attention: "ag_rs", "a2a" or "psum"; "auto" takes for each
-            shape of a step the one that the machine's measured links make the fastest ("ag_rs" on CPU).
+            step shape the one that is fastest by the measured speed of the links between devices ("ag_rs" on CPU).
         dcp_overlap: merge the decodes of a step in two halves, so that one half's exchange can hide behind the other's
             attention.
-        dcp_replicate_q: keep the query projection whole on each rank: memory for one collective less.
+        dcp_replicate_q: keep the whole query projection on each rank: more memory, one collective less per layer.
         cp_kv_cache_interleave_size: consecutive positions that one rank stores.
-        seed: of the engine; requests without a seed of their own draw theirs from it.
+        seed: of the engine; the seeds of requests without one are derived from it.
         load_format: "dummy" fills the weights with random numbers and reads no weight file.
-        hf_overrides: entries of config.json to replace, as {"num_hidden_layers": 2}; nested ones are merged.
+        hf_overrides: entries of config.json to replace, such as {"num_hidden_layers": 2}; nested ones are merged.
         compilation_cache: keep compiled programs between runs; True for the user's cache folder, or a folder. The
             first `LLM` of a process decides.
         warmup: which programs are compiled before the first request: "none", each at its first use; "decode", those
-            of steps that only decode; "all", those of prompts too. Of sampling, what greedy requests need.
+            of steps that only decode; "all", those of prompts too. Sampling is compiled for greedy requests only.
     """
 
     tensor_parallel_size: int = 1
@@ -87,26 +87,21 @@ class EngineConfig:
             "block_size",
             "cp_kv_cache_interleave_size",
         ):
-            _positive(name, getattr(self, name))
+            check_size(name, getattr(self, name))
         for name in ("max_model_len", "max_num_batched_tokens", "max_mixed_prefill_tokens", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
-        _one_of("dtype", self.dtype, get_args(Dtype))
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(Dtype))
-        _one_of("dcp_comm_backend", self.dcp_comm_backend, get_args(CommChoice))
-        _one_of("load_format", self.load_format, get_args(LoadFormat))
-        _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
-        _one_of("warmup", self.warmup, get_args(Warmup))
-        _integer("seed", self.seed)
-        _integer("max_logprobs", self.max_logprobs)
-        if self.max_logprobs < -1:
-            raise ValueError(f"max_logprobs must be at least -1, but is {self.max_logprobs}; use -1 or 20")
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], but is {share!r}; use 0.9")
+                check_size(name, getattr(self, name))
+        check_choice("dtype", self.dtype, get_args(Dtype))
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(Dtype))
+        check_choice("dcp_comm_backend", self.dcp_comm_backend, get_args(CommChoice))
+        check_choice("load_format", self.load_format, get_args(LoadFormat))
+        check_choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
+        check_choice("warmup", self.warmup, get_args(Warmup))
+        check_integer("seed", self.seed)
+        check_integer("max_logprobs", self.max_logprobs, -1)
+        check_share("gpu_memory_utilization", self.gpu_memory_utilization)
         for name in ("dcp_overlap", "dcp_replicate_q", "enable_prefix_caching", "async_scheduling"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, but is {getattr(self, name)!r}")
+            check_bool(name, getattr(self, name))
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
             raise ValueError(f"hf_overrides must be a dict of config.json's entries, but is {self.hf_overrides!r}")
         if not isinstance(self.compilation_cache, bool | str | os.PathLike):
@@ -116,8 +111,7 @@ class EngineConfig:
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> "EngineConfig":
         """Build from keyword options, refusing an unknown one by name with the nearest valid one."""
-        check_option_names(options, [field.name for field in fields(cls)])
-        return cls(**options)
+        return from_options(cls, options)
 
     def _check_division(self) -> None:
         devices, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
@@ -134,18 +128,3 @@ class EngineConfig:
                 f"= {dcp} * {self.cp_kv_cache_interleave_size} = {unit}, but is {self.block_size}; "
                 f"use {max(1, round(self.block_size / unit)) * unit}"
             )
-
-
-def _integer(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, but is {value!r}; use 0")
-
-
-def _positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, but is {value!r}; use 1 or more")
-
-
-def _one_of(name: str, value: Any, legal: tuple[str, ...]) -> None:
-    if value not in legal:
-        raise ValueError(f"{name} must be one of {', '.join(legal)}, but is {value!r}")

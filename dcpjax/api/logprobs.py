@@ -1,4 +1,4 @@
-"""Log-probabilities as a caller reads them, one dict per token, named as in vLLM. Knows no text and no arrays."""
+"""Log-probabilities in results: one dict per token, named as in vLLM."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely the model held one token. `rank` 1 is the most likely one."""
+    """Log-probability of one token. `rank` 1 is the most likely token."""
 
     logprob: float
     rank: int | None = None
@@ -22,11 +22,13 @@ def to_logprobs(
     k: int,
     decode: Callable[[int], str | None] | None = None,
 ) -> dict[int, Logprob]:
-    """The chosen token, then the k most likely ones (-1: all that are given), most likely first, each id once.
+    """The sampled token, then the `k` most likely tokens, most likely first; each id once.
 
     Args:
-        top_ids, top: ids and log-probabilities of one token, most likely first; there may be more than k.
-        decode: gives `decoded_token`.
+        chosen_id, chosen, rank: the sampled token, its log-probability and rank.
+        top_ids, top: ids and log-probabilities of the most likely tokens in order; there may be more than `k`.
+        k: -1 takes all of them.
+        decode: makes `decoded_token` from an id.
     """
     ranked = list(zip(top_ids, top, strict=True))
     entries = {int(chosen_id): (float(chosen), int(rank))}

@@ -1,4 +1,4 @@
-"""What generation gives back. Field names are those of vLLM. Plain data; knows nothing about the engine.
+"""Results of generation. Field names are those of vLLM.
 
 A `repr` is one short line however long the prompt; in a notebook a result shows as a small table.
 """
@@ -22,7 +22,7 @@ class CompletionOutput:
     """One completion of a prompt.
 
     `stop_reason` is the stop string or stop token id that ended it, None for end of sequence or length.
-    `logprobs` holds one dict per generated token, `cumulative_logprob` the sum over the tokens that were chosen.
+    `logprobs` holds one dict per generated token, `cumulative_logprob` the sum over the sampled tokens.
     """
 
     index: int
@@ -45,14 +45,14 @@ class CompletionOutput:
         return html_table([self.html_row()])
 
     def html_row(self) -> tuple[str, str]:
-        """(what it is, what it says): the completion in a table of its prompt's completions."""
+        """(name, text): the completion as a row of a table of its prompt's completions."""
         name = f"{self.index}: {counted(len(self.token_ids), 'token')}, {self.finish_reason or 'running'}"
         return name, "\n".join(part for part in (self.text, self.error) if part)
 
 
 @dataclass
 class RequestMetrics:
-    """Moments in seconds on a monotonic clock, durations in seconds; None until they are known."""
+    """Points in time in seconds of a monotonic clock, and durations in seconds; None until they are known."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -61,7 +61,7 @@ class RequestMetrics:
     preemptions: int = 0
     last_token_time: float | None = None
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # of the prompt: those that no step had to compute
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_generated_tokens: int = 0
 
     @property
@@ -84,7 +84,7 @@ class RequestMetrics:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """The mean gap between two tokens, so at least two are needed."""
+        """The mean time between two tokens; None for fewer than two tokens."""
         gaps = self.num_generated_tokens - 1
         return None if self.decode_time is None or gaps < 1 else self.decode_time / gaps
 
@@ -129,7 +129,7 @@ class RequestOutput:
 
     @property
     def error(self) -> str | None:
-        """The message of the first completion that failed, None if all is well."""
+        """The message of the first completion that failed, None if none did."""
         return next((output.error for output in self.outputs if output.error), None)
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ class RequestOutput:
         return f"RequestOutput({', '.join(parts)})"
 
     def _outputs(self) -> str:
-        """The first completion; the others may be many."""
+        """The number of completions and the first of them, since there may be many."""
         first = "".join(f": {output!r}" for output in self.outputs[:1])
         return counted(len(self.outputs), "output") + first + ("..." if len(self.outputs) > 1 else "")
 
@@ -170,8 +170,8 @@ class StreamEvent:
 def html_table(rows: Iterable[tuple[str, str]]) -> str:
     """Rows of (name, text) for a notebook. Every cell is escaped, and clipped if it is long.
 
-    Names no colour, so that it fits light and dark pages alike. The classes keep MathJax from reading dollar signs
-    in a model's text as formulas.
+    No colours are set, so that it fits light and dark pages. The classes keep MathJax from reading dollar signs in a
+    text as formulas.
     """
     name_style = "text-align: left; vertical-align: top; white-space: nowrap"
     text_style = "text-align: left; vertical-align: top; white-space: pre-wrap; overflow-wrap: anywhere"

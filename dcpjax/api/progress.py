@@ -1,4 +1,4 @@
-"""Progress bars on standard error, for a terminal or a notebook; silent elsewhere."""
+"""Progress bars on standard error, for a terminal or a notebook; nothing elsewhere."""
 
 import contextlib
 import sys
@@ -13,22 +13,22 @@ CLEAR_LINE = "\r\033[K"
 def bar(
     iterable: Iterable[Any] | None = None, *, description: str, total: int | None = None, shown: bool = True
 ) -> Any:
-    """A tqdm bar, cleared when done; silent when `shown` is False or nobody watches."""
+    """A tqdm bar, cleared when done; none if `shown` is False or standard error is no terminal or notebook."""
     return tqdm(
         iterable,
         desc=description,
         total=total,
         leave=False,
         file=sys.stderr,
-        disable=not (shown and _is_watched()),
+        disable=not (shown and _is_interactive()),
         dynamic_ncols=True,
     )
 
 
 @contextlib.contextmanager
 def status(text: str, *, shown: bool = True) -> Iterator[None]:
-    """One line while something without steps goes on, cleared when done."""
-    visible = shown and _is_watched()
+    """Show one line of text while the block runs, for work without countable steps."""
+    visible = shown and _is_interactive()
     if visible:
         print(text, end="", file=sys.stderr, flush=True)
     try:
@@ -38,5 +38,5 @@ def status(text: str, *, shown: bool = True) -> Iterator[None]:
             print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
 
-def _is_watched() -> bool:
+def _is_interactive() -> bool:
     return sys.stderr.isatty() or "ipykernel" in sys.modules

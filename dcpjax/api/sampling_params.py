@@ -1,20 +1,27 @@
-"""What a user may ask of generation, checked when it is made. Knows nothing about arrays or the engine."""
+"""Options of one request: how tokens are sampled and when generation ends."""
 
-import difflib
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
 from dcpjax.api.bitmask import pack
+from dcpjax.api.checks import (
+    check_bool,
+    check_integer,
+    check_number,
+    check_strings,
+    checked_token_id,
+    checked_token_ids,
+    from_options,
+)
 from dcpjax.api.structured_outputs import StructuredOutputsParams
 
 MAX_SEED = 2**63 - 1
-MAX_TOKEN_ID = 2**31 - 1
-MAX_BIAS = 100.0
+MAX_LOGIT_BIAS = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,30 +31,30 @@ class SamplingParams:
     Args:
         n: completions per prompt; completion i of a seeded request uses `seed + i`.
         temperature: 0 takes the most likely token; otherwise logits are divided by it before sampling.
-        top_p: keep the fewest tokens whose probabilities reach this sum (Holtzman et al. 2020).
+        top_p: keep the smallest set of most likely tokens whose probabilities reach this sum (Holtzman et al. 2020).
         top_k: keep this many of the most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this fraction as likely as the most likely one.
         repetition_penalty: above 1 makes tokens of the prompt and of the text so far less likely, below 1 more
             likely (Keskar et al. 2019).
-        frequency_penalty: taken from a token's logit for each time it was generated.
-        presence_penalty: taken from a token's logit once it was generated.
-        logit_bias: numbers added to the logits of these token ids, held within -100 and 100.
-        allowed_token_ids: nothing but these tokens is generated; None allows all.
+        frequency_penalty: subtracted from a token's logit for each time it was generated.
+        presence_penalty: subtracted from a token's logit if it was generated before.
+        logit_bias: numbers added to the logits of these token ids, clipped to -100 and 100.
+        allowed_token_ids: only these tokens are generated; None allows all.
         bad_words: texts that are not generated, neither at the start of a word nor after a space.
-        seed: makes the request's draws depend on nothing but it and the position. None: drawn from the
-            engine's seed and the order in which requests were added.
-        stop: strings that end generation; the text ends before the first of them.
+        seed: makes the random draws of the request depend on this seed and the token's position alone. None:
+            derived from the engine's seed and the order in which requests were added.
+        stop: strings that end generation; the text ends before the one that occurs first.
         stop_token_ids: tokens that end generation, besides the model's own end of sequence.
         include_stop_str_in_output: keep the stop string at the end of the text.
-        ignore_eos: go on after the model's end of sequence.
+        ignore_eos: continue after the model's end of sequence.
         max_tokens: most tokens to generate; None generates up to the model length.
         min_tokens: fewest tokens before end-of-sequence or `stop_token_ids` may be sampled.
-        logprobs: give the log-probability of each generated token and of this many of the most likely ones; -1
-            gives all.
+        logprobs: return the log-probabilities of each generated token and of this many of the most likely ones;
+            -1 returns the whole vocabulary.
         prompt_logprobs: the same for the tokens of the prompt.
-        detokenize: make text of the tokens; `stop` needs it.
+        detokenize: turn tokens into text; `stop` needs it.
         skip_special_tokens: leave special tokens out of the text (never out of the token ids).
-        structured_outputs: what shape the text must have.
+        structured_outputs: a structure that the text must have, such as a JSON schema.
 
     Raises:
         ValueError: a value out of its range, named with the nearest legal one.
@@ -82,8 +89,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_lengths()
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, but is {getattr(self, name)!r}")
+            check_bool(name, getattr(self, name))
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise ValueError(
                 f"structured_outputs must be StructuredOutputsParams, but is {self.structured_outputs!r}; "
@@ -97,24 +103,24 @@ class SamplingParams:
             )
 
     def _check_numbers(self) -> None:
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _integer("n", self.n, 1)
-        _integer("top_k", self.top_k, -1)
+        check_number("temperature", self.temperature, 0.0, math.inf)
+        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_integer("n", self.n, 1)
+        check_integer("top_k", self.top_k, -1)
         if self.seed is not None:
-            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+            check_integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), -1)
+                check_integer(name, getattr(self, name), -1)
 
     def _check_lengths(self) -> None:
-        _integer("min_tokens", self.min_tokens, 0)
+        check_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
+            check_integer("max_tokens", self.max_tokens, 1)
             if self.min_tokens > self.max_tokens:
                 raise ValueError(
                     f"min_tokens must be at most max_tokens={self.max_tokens}, but is {self.min_tokens}; "
@@ -122,10 +128,10 @@ class SamplingParams:
                 )
 
     def _freeze_lists(self) -> None:
-        """What the caller does to its lists later changes nothing here."""
+        """Copy lists, so that later changes by the caller have no effect."""
         set_ = object.__setattr__
-        set_(self, "stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
-        set_(self, "bad_words", _strings("bad_words", self.bad_words))
+        set_(self, "stop", _unique_strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        set_(self, "bad_words", _unique_strings("bad_words", self.bad_words))
         set_(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.logit_bias is not None:
             set_(self, "logit_bias", _biases(self.logit_bias))
@@ -135,7 +141,7 @@ class SamplingParams:
                 raise ValueError("allowed_token_ids must hold at least one token id, but is empty; use None for all")
 
     def _make_plain(self) -> None:
-        """Numbers of NumPy and the like become Python's own."""
+        """Turn numbers of NumPy and the like into Python's int and float."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Integral) and not isinstance(value, bool):
@@ -157,12 +163,12 @@ class SamplingParams:
 
     @cached_property
     def allowed_bits(self) -> bytes:
-        """`allowed_token_ids` as bits; see `bitmask`."""
+        """`allowed_token_ids` as packed by `bitmask.pack`."""
         return pack(self.allowed_token_ids or ())
 
     @cached_property
     def bias_arrays(self) -> tuple[array, array]:
-        """Token ids (int32) and numbers (float32) of `logit_bias`."""
+        """The token ids (int32) and values (float32) of `logit_bias`."""
         bias = self.logit_bias or {}
         return array("i", bias), array("f", bias.values())
 
@@ -186,60 +192,22 @@ class SamplingParams:
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> "SamplingParams":
         """Build from keyword options, refusing an unknown one by name with the nearest valid one."""
-        check_option_names(options, [field.name for field in fields(cls)])
-        return cls(**options)
+        return from_options(cls, options)
 
 
-def check_option_names(options: Sequence[str] | dict[str, Any], valid: Sequence[str]) -> None:
-    """Raise ValueError for the first name that is not valid, with the nearest that is."""
-    for name in options:
-        if name not in valid:
-            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"valid options: {', '.join(valid)}"
-            raise ValueError(f"unknown option {name!r}; {hint}")
-
-
-def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-        raise ValueError(f"{name} must be a number, but is {value!r}")
-    too_low = value <= low if open_low else value < low
-    if too_low or value > high or math.isinf(value):
-        interval = f"{'(' if open_low else '['}{low:g}, {'inf)' if math.isinf(high) else f'{high:g}]'}"
-        nearest = 1.0 if math.isinf(value) else (high if value > high else (0.01 if open_low else low))
-        raise ValueError(f"{name} must be in {interval}, but is {value!r}; use {nearest:g}")
-
-
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, but is {value!r}")
-    if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if value < low else f"at most {high}"
-        raise ValueError(f"{name} must be {bound}, but is {value}; use {low if value < low else high}")
-
-
-def _strings(name: str, texts: Any) -> tuple[str, ...]:
-    if isinstance(texts, str) or not isinstance(texts, Sequence | None):
-        raise ValueError(f"{name} must be a list of strings, but is {texts!r}; use [{str(texts)!r}]")
-    for text in texts or ():
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"{name} must hold non-empty strings, but holds {text!r}")
-    return tuple(dict.fromkeys(texts or ()))
+def _unique_strings(name: str, texts: Sequence[str] | None) -> tuple[str, ...]:
+    if texts is None:
+        return ()
+    check_strings(name, texts)
+    return tuple(dict.fromkeys(texts))
 
 
 def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
-    if ids is not None and (isinstance(ids, str | bytes) or not isinstance(ids, Iterable)):
-        raise ValueError(f"{name} must be a list of token ids, but is {ids!r}")
-    return tuple(_token_id(name, token) for token in (() if ids is None else ids))
-
-
-def _token_id(name: str, token: Any) -> int:
-    plain = int(token) if isinstance(token, Integral) and not isinstance(token, bool) else token
-    _integer(name, plain, 0, MAX_TOKEN_ID)
-    return plain
+    return () if ids is None else checked_token_ids(name, ids)
 
 
 def _biases(biases: Any) -> dict[int, float]:
-    """Ids may be digits in a string, as JSON has them. Numbers beyond the limits are held within, as in vLLM."""
+    """Ids may be strings of digits, as in JSON. Values are clipped to [-100, 100], as in vLLM."""
     if not isinstance(biases, Mapping):
         raise ValueError(f"logit_bias must be a mapping from token id to number, but is {biases!r}")
     found = {}
@@ -247,5 +215,5 @@ def _biases(biases: Any) -> dict[int, float]:
         token = int(token) if isinstance(token, str) and token.isdecimal() else token
         if isinstance(bias, bool) or not isinstance(bias, Real) or math.isnan(bias):
             raise ValueError(f"logit_bias must hold numbers, but holds {bias!r} for token {token}")
-        found[_token_id("logit_bias", token)] = min(MAX_BIAS, max(-MAX_BIAS, float(bias)))
+        found[checked_token_id("logit_bias", token)] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, float(bias)))
     return found

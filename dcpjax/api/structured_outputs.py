@@ -1,8 +1,10 @@
-"""What shape a request's text must have, checked when it is asked for. Knows nothing about how a guide keeps it."""
+"""The structure that a request demands of its generated text."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from dcpjax.api.checks import check_strings, option_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,12 +14,12 @@ class StructuredOutputsParams:
     Args:
         json: a JSON schema, as a mapping or as its text.
         regex: a regular expression that the whole text must match.
-        choice: the texts of which one must be generated.
+        choice: texts, one of which must be generated.
         grammar: a context-free grammar, in Lark's form or as GBNF.
         json_object: True for any JSON object.
 
     Raises:
-        ValueError: none or several given, or one of a wrong kind.
+        ValueError: none or several are given, or one has the wrong type.
     """
 
     json: str | dict[str, Any] | None = None
@@ -27,7 +29,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
 
     def __post_init__(self) -> None:
-        names = [field.name for field in fields(self)]
+        names = option_names(self)
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
@@ -42,14 +44,6 @@ class StructuredOutputsParams:
             if not isinstance(getattr(self, name), str | None):
                 raise ValueError(f"{name} must be a string, but is {getattr(self, name)!r}")
         if self.choice is not None:
-            _check_choice(self.choice)
-
-
-def _check_choice(choice: Any) -> None:
-    if isinstance(choice, str) or not isinstance(choice, Sequence):
-        raise ValueError(f"choice must be a list of strings, but is {choice!r}")
-    if not choice:
-        raise ValueError("choice must hold at least one string, but is empty")
-    for text in choice:
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"choice must hold non-empty strings, but holds {text!r}")
+            check_strings("choice", self.choice)
+            if not self.choice:
+                raise ValueError("choice must hold at least one string, but is empty")

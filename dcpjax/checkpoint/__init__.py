@@ -1,4 +1,4 @@
-"""Models on disk: configs, tensors and tokenizers, from folders, GGUF files, presets and hubs.
+"""Models on disk: configs, tensors and tokenizers, from folders, GGUF files, presets and the Hugging Face hub.
 
-Files are data: no code from a checkpoint is run, nothing is unpickled. Knows nothing about requests or steps.
+Files are data: no code from a checkpoint is run, nothing is unpickled. Requests and steps play no part here.
 """

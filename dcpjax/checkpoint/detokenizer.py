@@ -1,7 +1,7 @@
 """Token ids to text, one token at a time, exactly as if all were decoded at once.
 
-Each token becomes bytes by itself and one incremental UTF-8 decoder joins them, so nothing is decoded twice and
-no character is cut. Knows the decoder of a tokenizer.json; knows nothing about vocabularies or models.
+Each token becomes bytes by itself and one incremental UTF-8 decoder joins them, so that nothing is decoded twice and
+no character is cut.
 """
 
 import codecs
@@ -15,7 +15,7 @@ FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Detokenizer:
-    """Text of a growing list of tokens: what `append` and `finish` return adds up to `decode` of all ids."""
+    """Text of a growing list of tokens. The parts that `append` and `finish` return add up to `decode` of all ids."""
 
     def __init__(self, piece: Callable[[int], bytes], leading: "Leading") -> None:
         self._piece = piece
@@ -23,17 +23,17 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def append(self, token_id: int) -> str:
-        """The text that this token completes; an unfinished character waits for its last byte."""
+        """The new text. A character whose last bytes are still to come is held back."""
         return self._leading.strip(self._utf8.decode(self._piece(token_id)))
 
     def finish(self) -> str:
-        """What was still waiting, as U+FFFD."""
+        """The end of the text: U+FFFD if a character was never completed."""
         return self._leading.strip(self._utf8.decode(b"", final=True))
 
 
 @dataclass(kw_only=True)
 class Leading:
-    """Characters still to be dropped from the very beginning of a text."""
+    """Strips up to `count` times `character` from the beginning of a text that arrives in parts."""
 
     character: str = " "
     count: int = 0
@@ -48,12 +48,12 @@ class Leading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextRule:
-    """How a vocabulary spells bytes, so that each token can be turned into bytes without its neighbours."""
+class DecodingRule:
+    """How the tokens of a vocabulary become bytes, each without looking at its neighbours."""
 
     byte_level: bool = False
     byte_fallback: bool = False
-    # The steps after this one see one text, not tokens.
+    # Whether a Fuse step was met: later steps work on the whole text, not on tokens.
     fused: bool = False
     replacements: tuple[tuple[str, str], ...] = ()
     prefix: str = ""
@@ -74,7 +74,7 @@ class TextRule:
 
 
 def _byte_level_piece(token: str) -> bytes:
-    """An added token may hold characters outside the alphabet: it is then spelled as it is."""
+    """The bytes that the characters stand for. An added token with other characters is its own text."""
     if not BYTE_OF.keys() >= set(token):
         return token.encode("utf-8")
     return bytes(BYTE_OF[character] for character in token)
@@ -87,7 +87,7 @@ def _fallback_byte(token: str) -> int | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the rest follows from U+0100 on."""
+    """GPT-2's characters for bytes: printable Latin-1 stands for itself, the other bytes follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     spelled = [chr(byte) for byte in printable] + [chr(0x100 + rank) for rank in range(len(others))]
@@ -97,14 +97,14 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_OF = _byte_alphabet()
 
 
-def text_rule(decoder: Any) -> TextRule:
-    """The rule that a tokenizer.json decoder stands for. Raises ValueError for one that mixes neighbours."""
+def decoding_rule(decoder: Any) -> DecodingRule:
+    """The rule for the decoder of a tokenizer.json. Raises ValueError if tokens cannot be decoded one by one."""
     if decoder is None:
-        return TextRule(prefix=" ", strip_count=1)  # Tokens are words, with one space between them.
+        return DecodingRule(prefix=" ", strip_count=1)  # Tokens are words, with one space between them.
     options: dict[str, Any] = {}
     for step in _decoder_steps(json.loads(decoder.__getstate__())):
         _apply_step(step, options)
-    return TextRule(**options)
+    return DecodingRule(**options)
 
 
 def _decoder_steps(state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -113,7 +113,11 @@ def _decoder_steps(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _apply_step(step: dict[str, Any], options: dict[str, Any]) -> None:
     replacements = options.get("replacements", ())
-    each_token = not options.keys() & {"byte_level", "fused", "strip_character"}  # or else the text as a whole
+    each_token = not options.keys() & {
+        "byte_level",
+        "fused",
+        "strip_character",
+    }  # else on the whole text
     match step:
         case {"type": "ByteLevel"} if not options:
             options["byte_level"] = True
@@ -137,5 +141,5 @@ def _apply_step(step: dict[str, Any], options: dict[str, Any]) -> None:
 
 
 def _strips(options: dict[str, Any]) -> bool:
-    """Whether a Strip now would meet the very beginning of the text, as it was fused and nothing is dropped yet."""
+    """Whether a Strip at this point strips the beginning of the text: it is fused and nothing was stripped before."""
     return options.get("fused", False) and not options.get("strip_count")

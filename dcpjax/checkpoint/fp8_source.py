@@ -1,7 +1,7 @@
-"""Block-scaled 8-bit tensors (DeepSeek-V3, arXiv:2412.19437, section 3.3) read as the numbers they stand for.
+"""Block-scaled 8-bit tensors (DeepSeek-V3, arXiv:2412.19437, section 3.3) read as float32.
 
 A tensor `X` of float8 comes with `X_scale_inv`, one scale for each block of rows and columns. A slice is read and
-multiplied alone, with the scales of the blocks it touches. Knows sources; knows nothing about files or models.
+multiplied with the scales of the blocks that it overlaps.
 """
 
 from collections.abc import Collection, Mapping
@@ -38,7 +38,7 @@ def _is_size(value: Any) -> bool:
 
 
 class Fp8Source:
-    """The tensors of `source`, those with scales dequantised to float32; all others as they are.
+    """The tensors of `source`: those with scales dequantised to float32, all others unchanged.
 
     Asking for the shape of a tensor checks its scales, before anything is read.
     """
@@ -48,7 +48,7 @@ class Fp8Source:
         self._names = frozenset(source.names())
 
     def names(self) -> Collection[str]:
-        """Without the scales that belong to another tensor."""
+        """All names but those of the scales."""
         return [name for name in self._source.names() if not self._is_scale(name)]
 
     def shape(self, name: str) -> tuple[int, ...]:

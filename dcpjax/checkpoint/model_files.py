@@ -1,7 +1,6 @@
 """Opens a model: its configs as data, its tensors and its tokenizer on demand.
 
-Knows which file holds what; knows nothing about model families. No code from a checkpoint is run: `auto_map`
-and any other unknown key is data like the rest.
+No code from a checkpoint is run: `auto_map` and other unknown keys of a config are ignored.
 """
 
 import os
@@ -12,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dcpjax.checkpoint.fp8_source import Block, Fp8Source, fp8_block
-from dcpjax.checkpoint.gguf_file import GGUFSource, gguf_config, has_tokenizer
+from dcpjax.checkpoint.gguf_config import gguf_config
+from dcpjax.checkpoint.gguf_source import GGUFSource
+from dcpjax.checkpoint.gguf_tokenizer import has_tokenizer
 from dcpjax.checkpoint.hub import read_json, resolve_model
 from dcpjax.checkpoint.presets import PRESETS
 from dcpjax.checkpoint.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ def open_model(model: str | os.PathLike[str]) -> ModelFiles:
 
 
 def _open_preset(name: str) -> ModelFiles:
-    """Published numbers without files: for random weights and for planning."""
+    """A published config without files, for random weights and for planning."""
 
     def tensors() -> TensorSource:
         raise ValueError(

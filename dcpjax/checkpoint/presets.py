@@ -1,6 +1,6 @@
-"""Published sizes of well-known models by name, in the form of their `config.json`: facts, without weights.
+"""Published configs of well-known models by name, in the form of their config.json.
 
-For runs with random weights (`load_format="dummy"`) and for planning. Knows Hugging Face keys; reads nothing.
+For runs with random weights (`load_format="dummy"`) and for planning.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def _deepseek_yarn(*, factor: float, mscale: float = 1.0, **betas: float) -> Jso
     }
 
 
-_LATENT = {  # the same in every model of the line
+_LATENT = {  # what all DeepSeek models and their successors share
     "hidden_act": "silu",
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
@@ -57,7 +57,7 @@ _DEEPSEEK_V2_LITE = {
     "max_position_embeddings": 163840,
 }
 
-_SIGMOID = {  # routing of DeepSeek-V3 and what follows it
+_SIGMOID = {  # DeepSeek-V3 and its successors route by sigmoid
     **_LATENT,
     "hidden_size": 7168,
     "intermediate_size": 18432,

@@ -1,8 +1,7 @@
 """Text to token ids and back, and chat messages to token ids.
 
-Knows tokenizer.json, tokenizer_config.json and the vocabulary inside a GGUF file; knows nothing about models
-or sampling. Chat templates come from the checkpoint only, and transformers' sandbox renders them, in
-`_render_chat`.
+From tokenizer.json and tokenizer_config.json, or from the vocabulary inside a GGUF file. Chat templates come from the
+checkpoint only, and transformers' sandbox renders them, in `_render_chat`.
 """
 
 import contextlib
@@ -14,16 +13,16 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from dcpjax.checkpoint.detokenizer import Detokenizer, Leading, text_rule
-from dcpjax.checkpoint.gguf_file import read_header
+from dcpjax.checkpoint.detokenizer import Detokenizer, Leading, decoding_rule
+from dcpjax.checkpoint.gguf_header import read_header
 from dcpjax.checkpoint.gguf_tokenizer import gguf_backend, gguf_tokenizer_config
 from dcpjax.checkpoint.hub import read_json
-from dcpjax.checkpoint.messages import check_tools, checked_messages, keys
+from dcpjax.checkpoint.messages import check_tools, checked_messages, nested_keys
 
 TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TOKEN_ID = 2**32 - 1
-# what apply_chat_template decides itself
-RENDERING = frozenset(
+# arguments of transformers' apply_chat_template, which `chat_template_kwargs` must not set
+RENDER_ARGUMENTS = frozenset(
     [
         "messages",
         "conversation",
@@ -50,12 +49,12 @@ class Tokenizer:
 
     def __init__(self, backend: Backend, config: Mapping[str, Any]) -> None:
         """`config` is in the form of tokenizer_config.json: names of special tokens, and `chat_template`."""
-        # A stored truncation or padding belongs to training; Hugging Face drops both on every call too.
+        # Stored truncation and padding are for training; Hugging Face ignores both on every call too.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._config = config
-        self._rule = text_rule(backend.decoder)
+        self._rule = decoding_rule(backend.decoder)
         self._pieces: dict[int, bytes] = {}
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
@@ -100,11 +99,11 @@ class Tokenizer:
         return self.leading().strip(pieces.decode("utf-8", "replace"))
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """`decode`, one token at a time."""
+        """`decode` for tokens that come one at a time."""
         return Detokenizer(lambda token_id: self.piece(token_id, skip_special_tokens), self.leading())
 
     def leading(self) -> Leading:
-        """What decoding strips from the start of a text."""
+        """A new object that strips from the start of a text what decoding removes there."""
         return self._rule.leading()
 
     def apply_chat_template(
@@ -118,8 +117,8 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation. Control tokens come from the template only, messages are plain text.
 
-        Text parts of one message are joined by newlines. `chat_template_kwargs` are switches of the template: true,
-        false, a number or a word. Raises ValueError for what the template cannot take.
+        Text parts of one message are joined by newlines. `chat_template_kwargs` are variables of the template: true,
+        false, a number or a string. Raises ValueError for what the template refuses.
         """
         if not self._config.get("chat_template"):
             raise ValueError("chat needs a model with a chat template, but this one has none; use generate")
@@ -127,32 +126,32 @@ class Tokenizer:
             raise ValueError("add_generation_prompt must be False when continue_final_message is True")
         checked = checked_messages(messages)
         check_tools(tools)
-        self._check_keys([checked, tools])
+        self._check_no_control_tokens([checked, tools])
         return self._render_chat(
             checked,
             tools=tools and list(tools),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **self._checked_switches(chat_template_kwargs or {}),
+            **self._checked_template_kwargs(chat_template_kwargs or {}),
         )
 
-    def _checked_switches(self, switches: Mapping[str, Any]) -> dict[str, Any]:
-        for name, value in switches.items():
-            if name in RENDERING:
+    def _checked_template_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        for name, value in kwargs.items():
+            if name in RENDER_ARGUMENTS:
                 raise ValueError(f"chat_template_kwargs must be the template's own switches, but hold {name!r}")
             if not isinstance(value, bool | int | float | str | None):
                 raise ValueError(
                     f"chat_template_kwargs must be true, false, numbers or words, but {name!r} is {value!r}"
                 )
-        self._check_keys({str(value): None for value in switches.values()})
-        return dict(switches)
+        self._check_no_control_tokens({str(value): None for value in kwargs.values()})
+        return dict(kwargs)
 
     def _token_id(self, name: str) -> int | None:
         token = self._special_token(name)
         return None if token is None else self._backend.token_to_id(token)
 
     def _special_token(self, name: str) -> str | None:
-        """tokenizer_config.json spells a token as its text, or as an object that holds it."""
+        """tokenizer_config.json holds a token as its text, or as an object with its text in `content`."""
         token = self._config.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         return token if isinstance(token, str) else None
@@ -166,16 +165,16 @@ class Tokenizer:
             self._pieces[token_id] = b"" if token is None else self._rule.piece(token)
         return self._pieces[token_id]
 
-    def _check_keys(self, value: Any) -> None:
-        """The renderer keeps control tokens out of values but not out of keys, which tool calls print."""
+    def _check_no_control_tokens(self, value: Any) -> None:
+        """Refuse keys that spell a control token: the renderer escapes values, but not keys, which tool calls print."""
         tokens = [token.content for token in self._backend.get_added_tokens_decoder().values()]
-        for key in keys(value):
+        for key in nested_keys(value):
             found = next((token for token in tokens if token.strip() and token in str(key)), None)
             if found:
                 raise ValueError(f"a key must not spell a control token, but {key!r} holds {found!r}; rename it")
 
     def _render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """The only place where a template runs: transformers' sandbox, which also keeps forged tokens out."""
+        """The only place where a template runs: transformers' sandbox, which also escapes control tokens."""
         try:
             return self._chat_renderer.apply_chat_template(
                 messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options

@@ -1,6 +1,6 @@
 """Sources of tensors under Hugging Face names, read slice by slice.
 
-Knows file formats; knows nothing about models, devices or shardings, and unpickles nothing.
+Here for safetensors files; nothing is unpickled.
 """
 
 import difflib
@@ -54,8 +54,8 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """Where one tensor lies."""
+class TensorEntry:
+    """Where the values of one tensor are."""
 
     file: Path
     dtype: str
@@ -94,9 +94,9 @@ class SafetensorsSource:
         raw = self._map(entry.file)[entry.begin : entry.end].view(f"u{dtype.itemsize}").reshape(entry.shape)
         return np.array(raw[index], order="C").view(dtype)
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> TensorEntry:
         if name not in self._entries:
-            raise ValueError(missing_tensor(name, self._entries, self._folder))
+            raise ValueError(missing_tensor_message(name, self._entries, self._folder))
         return self._entries[name]
 
     def _map(self, file: Path) -> np.ndarray:
@@ -105,14 +105,14 @@ class SafetensorsSource:
         return self._maps[file]
 
 
-def missing_tensor(name: str, names: Collection[str], place: Path) -> str:
-    """The sentence for a tensor that is not there, with the names most like it."""
+def missing_tensor_message(name: str, names: Collection[str], place: Path) -> str:
+    """The error message for a tensor that is not there, with the most similar names."""
     nearest = difflib.get_close_matches(name, names, n=3)
     hint = f"the nearest names are {', '.join(nearest)}" if nearest else f"it holds {len(names)} other tensors"
     return f"the weights in {place} must hold the tensor {name}, but do not; {hint}"
 
 
-def _folder_entries(folder: Path) -> dict[str, Entry]:
+def _folder_entries(folder: Path) -> dict[str, TensorEntry]:
     if (folder / SINGLE_FILE).exists():
         return _file_entries(folder / SINGLE_FILE)
     if (folder / INDEX_FILE).exists():
@@ -143,7 +143,7 @@ def _check_plain_name(file: Any, index: Path) -> None:
         )
 
 
-def _sharded_entries(folder: Path, weight_map: dict[str, str]) -> dict[str, Entry]:
+def _sharded_entries(folder: Path, weight_map: dict[str, str]) -> dict[str, TensorEntry]:
     shards = {file: _file_entries(folder / file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in shards[file]:
@@ -153,7 +153,7 @@ def _sharded_entries(folder: Path, weight_map: dict[str, str]) -> dict[str, Entr
     return {name: shards[file][name] for name, file in weight_map.items()}
 
 
-def _file_entries(file: Path) -> dict[str, Entry]:
+def _file_entries(file: Path) -> dict[str, TensorEntry]:
     if not file.is_file():
         raise ValueError(f"{file} must be there, but is missing; fetch it again")
     try:
@@ -165,14 +165,14 @@ def _file_entries(file: Path) -> dict[str, Entry]:
         raise ValueError(f"{file} must be a whole safetensors file, but is not: {error}; fetch it again") from error
 
 
-def _header_entries(file: Path) -> dict[str, Entry]:
+def _header_entries(file: Path) -> dict[str, TensorEntry]:
     """Format: a little-endian u64 length, that many bytes of JSON, then the data that offsets count from."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
     start = 8 + length
     return {
-        name: Entry(
+        name: TensorEntry(
             file=file,
             dtype=fields["dtype"],
             shape=tuple(fields["shape"]),

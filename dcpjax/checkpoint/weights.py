@@ -1,7 +1,4 @@
-"""Filling a model's declared weights from a checkpoint, each device reading only its slice, or at random.
-
-Knows specs and tensor sources; knows nothing about file formats or families.
-"""
+"""Fills a model's declared weights from a checkpoint, of which each device reads only its slice, or at random."""
 
 from collections.abc import Iterator
 from typing import Any

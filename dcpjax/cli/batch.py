@@ -1,7 +1,7 @@
-"""`dcpjax batch`: a JSONL file of requests in, a JSONL file of results out, safe against whatever stops it.
+"""`dcpjax batch`: reads a JSONL file of requests, writes a JSONL file of results; `--resume` continues a stopped job.
 
-0 every line has a record, errors among them (--fail-on-errors: 1)    2 refused    3 trouble with the output
-130, 143 stopped by Ctrl-C or SIGTERM; the same line with --resume goes on
+Exit codes: 0 every line has a record, which may be an error (1 with --fail-on-errors); 2 wrong flags or input; 3 the
+output cannot be written; 130 and 143 stopped by Ctrl-C or SIGTERM.
 """
 
 import argparse
@@ -11,112 +11,127 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dcpjax.api.config import EngineConfig
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.cli.flags import Flags, Parser, add_options, field_helps, flag
-from dcpjax.cli.model import MODELS_OWN, SEED, Choice, add_loudness_flags, say
-from dcpjax.jobs.job import Completes, Serving
+from dcpjax.cli.model_flags import SEED_HELP, ModelArguments, add_engine_flags, add_model_flag, model_defaults
+from dcpjax.cli.verbosity import add_verbosity_flags, print_stderr
+from dcpjax.jobs.job import BatchDefaults, BatchEngineProtocol
 from dcpjax.jobs.options import BatchOptions
 from dcpjax.jobs.output_file import OutputError
 from dcpjax.jobs.run import BatchFiles, OpenEngine, run_files
-from dcpjax.jobs.stop import Stop
-from dcpjax.jobs.tally import Tally
-from dcpjax.openai.request import MAX_TOKENS
+from dcpjax.jobs.statistics import JobStatistics
+from dcpjax.jobs.stop import StopOnSignal
+from dcpjax.openai.request import DEFAULT_MAX_TOKENS
 
-COMPLETION_TOKENS = MAX_TOKENS["completion"] or 1
-_LINES_ONLY = ("logit_bias", "structured_outputs", "detokenize")
-_WORDS = {"input": "INPUT", "status_file": "--status-file"}  # what errors call an option -> what was typed
+COMPLETION_TOKENS = DEFAULT_MAX_TOKENS["completion"] or 1
+_NO_FLAGS = ("logit_bias", "structured_outputs", "detokenize")  # can only be set in the lines of the input
+# What error messages call an option -> its name on the command line
+_ARGUMENT_NAMES = {"input": "INPUT", "status_file": "--status-file"}
 
 
 def add_flags(parser: Parser) -> None:
     parser.add_argument(
-        "-o", "--output", "--output-file", metavar="FILE", help="where each line's record goes; required"
-    )
-    parser.add_argument("-i", "--input", "--input-file", metavar="FILE", help="INPUT, as a flag; - is standard input")
-    parser.add_argument(
-        "--served-model-name", metavar="NAME", help="what records call the model (default: as --model says)"
-    )
-    parser.add_argument(
-        "--status-file", metavar="FILE", help="a JSON object that tells other programs how far the job is"
+        "-o",
+        "--output",
+        "--output-file",
+        metavar="FILE",
+        help="file for the results, a record per input line; required",
     )
     parser.add_argument(
-        "--json-logs", action="store_true", help="progress, errors and summary as JSON lines on standard error"
+        "-i", "--input", "--input-file", metavar="FILE", help="the input file, instead of INPUT; - is standard input"
+    )
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help="name of the model in the records (default: the value of --model)"
+    )
+    parser.add_argument(
+        "--status-file",
+        metavar="FILE",
+        help="write the progress of the job to this JSON file, for other programs",
+    )
+    parser.add_argument(
+        "--json-logs",
+        action="store_true",
+        help="print progress, errors and summary as JSON lines on standard error",
     )
     parser.add_argument(
         "--fail-on-errors",
         action=argparse.BooleanOptionalAction,
-        help="exit with 1 if a record is an error (default: False: a job that ends has done its work, and a "
-        "scheduler need not run it again)",
+        help="exit with 1 if any record is an error (default: False; the job is complete, and a scheduler need not run "
+        "it again)",
     )
-    helps = {name: spell(text) for name, text in field_helps(BatchOptions).items()}
-    add_options(parser, "files of the job", BatchOptions, explain=helps)
-    add_loudness_flags(parser)
+    helps = {name: _quoted_names_to_flags(text) for name, text in field_helps(BatchOptions).items()}
+    add_options(parser, "the job and its files", BatchOptions, explain=helps)
+    add_verbosity_flags(parser)
     _add_model_flags(parser)
 
 
 def _add_model_flags(parser: Parser) -> None:
-    """As other commands have them, but what neither line, flag nor model says is OpenAI's default."""
-    parser.add_argument(
-        "--model",
-        help="a folder in Hugging Face form, a .gguf file, a hub id, or smollm2-135m to try one out; required",
-    )
-    own = {name: f"the model's own, else {getattr(SamplingParams, name)}" for name in MODELS_OWN}
+    """As for other commands, but with OpenAI's defaults for what neither a line, a flag nor the model sets."""
+    add_model_flag(parser)
+    max_tokens = f"{COMPLETION_TOKENS} for completions, up to the model length for chats"
     add_options(
         parser,
-        "choosing tokens, for lines that do not say",
+        "sampling, for what a line does not set itself",
         SamplingParams,
-        leave_out=_LINES_ONLY,
-        explain={"seed": SEED},
-        defaults={**own, "max_tokens": f"{COMPLETION_TOKENS} for completions, up to the model length for chats"},
+        leave_out=_NO_FLAGS,
+        explain={"seed": SEED_HELP},
+        defaults={**model_defaults(), "max_tokens": max_tokens},
     )
-    add_options(parser, "running the model", EngineConfig, leave_out=["seed", "hf_overrides"])
+    add_engine_flags(parser)
 
 
 def run(flags: Flags, open_engine: OpenEngine | None = None) -> int:
-    """See the module's docstring for the exit code. `open_engine` replaces the model that the flags name."""
+    """Run the job and return the exit code. `open_engine` replaces the model of the flags."""
     try:
         return _run(flags, open_engine)
     except OutputError as error:
-        say(f"dcpjax: error: {spell(str(error))}")
+        print_stderr(f"dcpjax: error: {_quoted_names_to_flags(str(error))}")
         return 3
     except ValueError as error:
-        error.args = tuple(spell(part) if isinstance(part, str) else part for part in error.args)
+        error.args = tuple(_quoted_names_to_flags(part) if isinstance(part, str) else part for part in error.args)
         raise
 
 
 def _run(flags: Flags, open_engine: OpenEngine | None) -> int:
-    choice = Choice.from_flags(flags, max_tokens=COMPLETION_TOKENS)
-    files, options, tally = _files(flags), BatchOptions.from_options(flags.options(BatchOptions)), Tally()
+    arguments = ModelArguments.from_flags(flags, max_tokens=COMPLETION_TOKENS)
+    files, options = _files(flags), BatchOptions.from_options(flags.options(BatchOptions))
+    statistics = JobStatistics()
     advice, json_logs = f"to go on: {resume_line(sys.argv)}", flags.get("json_logs", False)
     quiet = flags.get("quiet", False)
-    open_engine = open_engine or _opener(choice, progress=not json_logs and not quiet)
-    with Stop(advice=advice) as stop:
+    open_engine = open_engine or _opener(arguments, progress=not json_logs and not quiet)
+    with StopOnSignal(advice=advice) as stop:
         try:
-            serving = _serving(flags, choice)
             run_files(
-                files, options, serving, open_engine, tally=tally, shown=not quiet, json_logs=json_logs, stop=stop.asked
+                files,
+                options,
+                _defaults(flags, arguments),
+                open_engine,
+                statistics=statistics,
+                shown=not quiet,
+                json_logs=json_logs,
+                stop=stop.requested,
             )
         except Exception:
-            if tally.started_at is not None:
-                say(f"dcpjax: {advice}")
+            if statistics.started_at is not None:
+                print_stderr(f"dcpjax: {advice}")
             raise
-    if tally.state == "stopped":
-        say(f"dcpjax: stopped. {advice}")
+    if statistics.state == "stopped":
+        print_stderr(f"dcpjax: stopped. {advice}")
         return stop.exit_code
-    return int(bool(tally.errors) and flags.get("fail_on_errors", False))
+    return int(bool(statistics.errors) and flags.get("fail_on_errors", False))
 
 
-def _opener(choice: Choice, *, progress: bool) -> OpenEngine:
-    def open_engine() -> tuple[Completes, Mapping[str, Any]]:
+def _opener(arguments: ModelArguments, *, progress: bool) -> OpenEngine:
+    def open_engine() -> tuple[BatchEngineProtocol, Mapping[str, Any]]:
         from dcpjax.jobs.batch_engine import open_batch_engine
 
-        return open_batch_engine(choice.model, choice.engine, progress=progress)
+        return open_batch_engine(arguments.model, arguments.engine, progress=progress)
 
     return open_engine
 
 
 def _files(flags: Flags) -> BatchFiles:
-    inputs = [*flags.words, *filter(None, [flags.get("input")])]
+    inputs = [*flags.positionals, *filter(None, [flags.get("input")])]
     if len(inputs) != 1:
         has = f"more: {', '.join(inputs[:3])}" if inputs else "none"
         raise ValueError(f"batch must have one input, but has {has}; use dcpjax batch in.jsonl -o out.jsonl --model M")
@@ -125,20 +140,20 @@ def _files(flags: Flags) -> BatchFiles:
     return BatchFiles(input=inputs[0], output=flags.get("output"), status=flags.get("status_file"))
 
 
-def _serving(flags: Flags, choice: Choice) -> Serving:
+def _defaults(flags: Flags, arguments: ModelArguments) -> BatchDefaults:
     given = flags.options(SamplingParams)
     seed = given.pop("seed", None) or 0
-    return Serving(model=flags.get("served_model_name", choice.model), defaults=given, seed=seed)
+    return BatchDefaults(model=flags.get("served_model_name", arguments.model), sampling=given, seed=seed)
 
 
-def spell(sentence: str) -> str:
-    """Options in backticks as flags: "`max_in_flight` must ..." -> "--max-in-flight must ..."."""
-    return re.sub(r"`([a-z_]+)`", lambda match: _WORDS.get(match[1], flag(match[1])), sentence)
+def _quoted_names_to_flags(sentence: str) -> str:
+    """Replace names in backticks by flags: "`max_in_flight` must ..." -> "--max-in-flight must ..."."""
+    return re.sub(r"`([a-z_]+)`", lambda match: _ARGUMENT_NAMES.get(match[1], flag(match[1])), sentence)
 
 
 def resume_line(argv: list[str]) -> str:
-    """The command that was typed, going on instead of starting."""
-    words = [word for word in argv[1:] if word not in ("--resume", "--overwrite")]
-    if words[:1] == ["batch"]:
-        words.pop(0)
-    return shlex.join(["dcpjax", "batch", "--resume", *words])
+    """The command line that was typed, with --resume."""
+    arguments = [argument for argument in argv[1:] if argument not in ("--resume", "--overwrite")]
+    if arguments[:1] == ["batch"]:
+        arguments.pop(0)
+    return shlex.join(["dcpjax", "batch", "--resume", *arguments])

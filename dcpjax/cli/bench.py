@@ -1,18 +1,20 @@
-"""`dcpjax bench`: how fast the user's own model is on the user's own machine, layout beside layout."""
+"""`dcpjax bench`: measures the speed of a model on this machine, on one or several layouts."""
 
 import json
 from typing import TYPE_CHECKING
 
 from dcpjax.api.config import EngineConfig
-from dcpjax.cli.flags import Flags, Parser, add_options, integer, integers, spell
-from dcpjax.cli.model import Loudness, add_loudness_flags, add_model_flag, check_model
+from dcpjax.cli.flags import Flags, Parser, add_options, integer, integers, names_to_flags
+from dcpjax.cli.model_flags import add_model_flag, required_model
+from dcpjax.cli.verbosity import Verbosity, add_verbosity_flags
+from dcpjax.planning.text_table import aligned
 
 if TYPE_CHECKING:
-    from dcpjax.planning.measure import Bench
+    from dcpjax.planning.measure import BenchResult
 
 BATCH_SIZES, CONTEXT, STEPS = (1, 8, 32), 512, 10
 LAYOUT = ("tensor_parallel_size", "decode_context_parallel_size")
-LEFT_OUT = (  # decided by what is measured, without effect on it, or no flag
+LEFT_OUT = (  # options that the measurement sets, that do not affect it, or that cannot be flags
     "max_num_seqs",
     "max_model_len",
     "max_mixed_prefill_tokens",
@@ -32,36 +34,36 @@ def add_flags(parser: Parser) -> None:
         action="extend",
         nargs="+",
         metavar="TP,DCP",
-        help="meshes to compare, as --layouts 8,1 1,8: groups of heads, ranks that split the context (default: the "
-        "one that --tensor-parallel-size and --decode-context-parallel-size make)",
+        help="layouts to compare, such as --layouts 8,1 1,8; TP devices split the heads, DCP ranks split the context "
+        "(default: the layout of --tensor-parallel-size and --decode-context-parallel-size)",
     )
     group.add_argument(
         "--batch-sizes",
         type=integers,
         action="extend",
         metavar="N[,N...]",
-        help=f"requests that decode at once (default: {','.join(map(str, BATCH_SIZES))})",
+        help=f"numbers of requests that decode at once (default: {','.join(map(str, BATCH_SIZES))})",
     )
     group.add_argument(
-        "--context-length", type=integer, metavar="N", help=f"tokens of each request (default: {CONTEXT})"
+        "--context-length", type=integer, metavar="N", help=f"tokens in the cache for each request (default: {CONTEXT})"
     )
-    group.add_argument("--steps", type=integer, metavar="N", help=f"decode steps that are timed (default: {STEPS})")
-    group.add_argument("--json", action="store_true", help="one JSON object")
-    add_loudness_flags(parser)
+    group.add_argument("--steps", type=integer, metavar="N", help=f"number of timed decode steps (default: {STEPS})")
+    group.add_argument("--json", action="store_true", help="print one JSON object")
+    add_verbosity_flags(parser)
     add_options(parser, "running the model", EngineConfig, leave_out=LEFT_OUT)
 
 
 def run(flags: Flags) -> int:
-    if flags.words:
-        raise ValueError(f"bench must have no words after its flags, but has {flags.words[0]!r}; remove it")
-    model, loudness = check_model(flags), Loudness.from_flags(flags)
+    if flags.positionals:
+        raise ValueError(f"bench must have flags only, but has {flags.positionals[0]!r}; remove it")
+    model, verbosity = required_model(flags), Verbosity.from_flags(flags)
     pairs, batch_sizes = mesh_sizes(flags), flags.get("batch_sizes", list(BATCH_SIZES))
     context, steps = flags.get("context_length", CONTEXT), flags.get("steps", STEPS)
     _at_least(1, "--batch-sizes", min(batch_sizes))
     _at_least(2, "--context-length", context)
     _at_least(1, "--steps", steps)
     options = {name: value for name, value in flags.options(EngineConfig).items() if name not in LAYOUT}
-    for tp, dcp in pairs:  # refuses what it can before jax is imported
+    for tp, dcp in pairs:  # raises ValueError for wrong options before jax is imported
         layout = {"tensor_parallel_size": tp * dcp, "decode_context_parallel_size": dcp}
         EngineConfig.from_options({**options, **layout})
     from dcpjax.planning.measure import BenchSizes, bench
@@ -69,20 +71,20 @@ def run(flags: Flags) -> int:
 
     layouts = [Layout(tensor_parallel_size=tp * dcp, decode_context_parallel_size=dcp) for tp, dcp in pairs]
     sizes = BenchSizes(batch_sizes=tuple(dict.fromkeys(batch_sizes)), context_length=context, steps=steps)
-    found = bench(model, layouts, sizes, options, progress=not loudness.quiet)
+    found = bench(model, layouts, sizes, options, progress=not verbosity.quiet)
     print(json.dumps(found.to_dict(), ensure_ascii=False) if flags.get("json") else to_text(found))
     return 0
 
 
 def mesh_sizes(flags: Flags) -> list[tuple[int, int]]:
-    """(tp, dcp) of each layout that is asked for."""
+    """(tp, dcp) of each layout to measure."""
     given = [name for name in LAYOUT if name in flags.given]
     if "layouts" not in flags.given:
         devices, dcp = (flags.get(name, 1) for name in LAYOUT)
         EngineConfig(tensor_parallel_size=devices, decode_context_parallel_size=dcp, block_size=dcp)
         return [(devices // dcp, dcp)]
     if given:
-        raise ValueError(f"--layouts must not come with {spell(given[0])}, which it replaces; remove one")
+        raise ValueError(f"--layouts must not come with {names_to_flags(given[0])}, which it replaces; remove one")
     return [_mesh_size(text) for text in flags.get("layouts")]
 
 
@@ -98,26 +100,24 @@ def _at_least(least: int, name: str, value: int) -> None:
         raise ValueError(f"{name} must be at least {least}, but is {value}; use {least}")
 
 
-def to_text(found: "Bench") -> str:
-    """What was measured, then a row for each layout and batch size."""
+def to_text(found: "BenchResult") -> str:
+    """A heading, then a table with one row for each layout and batch size."""
     headings = ("tp x dcp", "batch", "step ms", "tokens/s", "ratio", "prefill tokens/s", "ratio")
     lines = [headings, *(_cells(found, number) for number in range(len(found.rows)))]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    return "\n".join([*_heading(found), "", *table])
+    return "\n".join([*_heading(found), "", *aligned(lines)])
 
 
-def _heading(found: "Bench") -> list[str]:
+def _heading(found: "BenchResult") -> list[str]:
     sizes = found.sizes
     return [
         f"{found.model}, weights {found.dtype}, cache {found.kv_cache_dtype}; {found.machine}",
-        f"step ms: median of {sizes.steps} decode steps at {sizes.context_length:,} tokens a request, each waited for",
-        f"prefill: one prompt of {sizes.context_length:,} random tokens; compiling is not counted",
-        "ratio: speed over that of the first layout, which ran before; above 1 is faster",
+        f"step ms: median of {sizes.steps} decode steps, run one by one at {sizes.context_length:,} tokens per request",
+        f"prefill: one prompt of {sizes.context_length:,} random tokens; time spent compiling is not counted",
+        "ratio: speed divided by that of the first layout; above 1 is faster",
     ]
 
 
-def _cells(found: "Bench", number: int) -> tuple[str, ...]:
+def _cells(found: "BenchResult", number: int) -> tuple[str, ...]:
     row = found.rows[number]
     decode, prefill = found.ratios(row)
     return (

@@ -1,14 +1,16 @@
-"""`dcpjax chat`: a conversation, one line a turn, from a terminal or a pipe."""
+"""`dcpjax chat`: a conversation on a terminal or from a pipe; each line is one message."""
 
-import argparse
 import contextlib
 import re
 import sys
 from typing import TYPE_CHECKING
 
 import dcpjax
-from dcpjax.cli.flags import Flags, Parser, spell
-from dcpjax.cli.model import Answer, Choice, add_model_flags, describe_layout, print_stream, say, statistics, timed
+from dcpjax.cli.flags import Flags, Parser, names_to_flags
+from dcpjax.cli.model_flags import ModelArguments, add_model_flags
+from dcpjax.cli.statistics import add_stats_flag, describe_layout, statistics_line, timed
+from dcpjax.cli.streaming import StreamedCompletion, print_stream
+from dcpjax.cli.verbosity import print_stderr
 
 if TYPE_CHECKING:
     from dcpjax.api.sampling_params import SamplingParams
@@ -22,39 +24,39 @@ Ctrl-C stops an answer; what it has said so far stays in the conversation."""
 
 
 def add_flags(parser: Parser) -> None:
-    parser.add_argument("--system", metavar="TEXT", help="the system message that opens the conversation")
-    parser.add_argument(
-        "--stats",
-        action=argparse.BooleanOptionalAction,
-        help="layout, tokens and speed on standard error after each answer; by default with --verbose",
-    )
+    parser.add_argument("--system", metavar="TEXT", help="the system message at the start of the conversation")
+    add_stats_flag(parser, "after each answer (default: only with --verbose)")
     add_model_flags(parser, max_tokens=MAX_TOKENS)
 
 
 def run(flags: Flags) -> int:
     """Exit code 0, or 1 if a turn failed."""
-    if flags.words:
+    if flags.positionals:
         raise ValueError(
-            f"chat must have no prompt among its flags, but has {flags.words[0]!r}; type it once chat has "
+            f"chat must have no prompt among its flags, but has {flags.positionals[0]!r}; type it once chat has "
             "started, or use dcpjax generate --chat"
         )
-    choice = Choice.from_flags(flags, max_tokens=MAX_TOKENS)
-    quiet, verbose = choice.loudness.quiet, choice.loudness.verbose
-    llm = choice.open()
+    arguments = ModelArguments.from_flags(flags, max_tokens=MAX_TOKENS)
+    verbosity = arguments.verbosity
+    llm = arguments.open()
     chat = Chat(
-        llm, choice.params(llm), system=flags.get("system"), statistics=flags.get("stats", verbose), notes=not quiet
+        llm,
+        arguments.sampling_params(llm),
+        system=flags.get("system"),
+        statistics=flags.get("stats", verbosity.verbose),
+        notes=not verbosity.quiet,
     )
     chat.check()
     if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):  # line editing; Windows has its own
+        with contextlib.suppress(ImportError):  # line editing; Windows consoles have it built in
             import readline  # noqa: F401
-        chat.note(f"dcpjax {dcpjax.__version__} | {describe_layout(llm)} | /help lists what is not sent to the model")
+        chat.note(f"dcpjax {dcpjax.__version__} | {describe_layout(llm)} | /help lists the commands")
     chat.loop()
     return int(chat.failed)
 
 
 class Chat:
-    """One conversation: what has been said, and how the next line goes on."""
+    """One conversation: its messages so far, and the handling of the next line."""
 
     def __init__(
         self, llm: "LLM", params: "SamplingParams", *, system: str | None, statistics: bool, notes: bool
@@ -65,7 +67,7 @@ class Chat:
         self.failed = False
 
     def check(self) -> None:
-        """Raise ValueError now, not at the first line, if the model cannot chat."""
+        """Raise ValueError if the model cannot chat, before the first line is read."""
         self._count([*self.opening, {"role": "user", "content": "Hello"}])
 
     def loop(self) -> None:
@@ -75,45 +77,45 @@ class Chat:
             if line == "/reset":
                 self.messages = list(self.opening)
             elif line == "/help":
-                say(HELP)
+                print_stderr(HELP)
             elif re.fullmatch(r"/\w+", line):
-                say(f"{line} must be one of /reset, /exit and /help, but is none")
+                print_stderr(f"{line} must be one of /reset, /exit and /help, but is none of them")
             elif line.strip():
                 self.turn(line)
 
     def turn(self, line: str) -> None:
-        """Send one message and print the answer. A message that fails, or is stopped before any text, is not kept."""
-        asked = [*self.messages, {"role": "user", "content": line}]
+        """Send one message and print the answer. A message that fails, or is stopped before any text, is forgotten."""
+        messages = [*self.messages, {"role": "user", "content": line}]
         try:
-            tokens = self._count(asked)
+            tokens = self._count(messages)
             self._check_room(tokens)
         except ValueError as error:
             self._fail(str(error))
             return
-        answer = self._answer(asked, tokens)
+        answer = self._answer(messages, tokens)
         if answer.error:
             self._fail(answer.error)
         elif answer.text or answer.finish_reason:
-            self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+            self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         if answer.finish_reason == "length":
-            self.note(self._cut(tokens + answer.tokens))
+            self.note(self._cut_off_note(tokens + answer.tokens))
 
     def note(self, text: str) -> None:
-        """What is neither an answer nor an error."""
+        """Print something that is neither an answer nor an error; not with --quiet."""
         if self.notes:
-            say(text)
+            print_stderr(text)
 
-    def _answer(self, asked: list[dict[str, str]], tokens: int) -> Answer:
-        answer = Answer()
-        with timed(self.llm) as clock:
+    def _answer(self, messages: list[dict[str, str]], tokens: int) -> StreamedCompletion:
+        answer = StreamedCompletion()
+        with timed(self.llm) as timing:
             try:
-                print_stream(self.llm.stream_chat(asked, self.params), answer)
+                print_stream(self.llm.stream_chat(messages, self.params), answer)
             except KeyboardInterrupt:
                 if not sys.stdin.isatty():
                     raise
                 self.note("(stopped)")
         if self.statistics:
-            say(statistics(self.llm, prompt_tokens=tokens, new_tokens=answer.tokens, clock=clock))
+            print_stderr(statistics_line(self.llm, prompt_tokens=tokens, new_tokens=answer.tokens, timing=timing))
         return answer
 
     def _count(self, messages: list[dict[str, str]]) -> int:
@@ -128,7 +130,7 @@ class Chat:
                 f"{tokens} with this message, which was not sent; /reset forgets the conversation"
             )
 
-    def _cut(self, tokens: int) -> str:
+    def _cut_off_note(self, tokens: int) -> str:
         limit = self.llm.max_model_len
         if tokens >= limit:
             return f"(the conversation has reached --max-model-len {limit}; /reset forgets it)"
@@ -136,11 +138,11 @@ class Chat:
 
     def _fail(self, message: str) -> None:
         self.failed = True
-        say(f"dcpjax: error: {spell(message)}")
+        print_stderr(f"dcpjax: error: {names_to_flags(message)}")
 
 
 def read_line() -> str | None:
-    """The next line; None at its end. Asks only on a terminal, where Ctrl-C gives up the line being typed."""
+    """The next line; None at the end of the input. On a terminal it prints "> ", and Ctrl-C discards the line."""
     if not sys.stdin.isatty():
         return _next_line()
     while True:
@@ -151,9 +153,9 @@ def read_line() -> str | None:
             sys.stderr.flush()
             return _next_line()
         except KeyboardInterrupt:
-            say("")
+            print_stderr("")
         except EOFError:
-            say("")
+            print_stderr("")
             return None
 
 

@@ -1,9 +1,8 @@
-"""The command line: `dcpjax generate`, `dcpjax chat`, `dcpjax plan` and others.
+"""Runs a command by name, and turns errors into one message and an exit code.
 
-Finds the command, turns what went wrong into one sentence and an exit code; the commands are in `cli_*.py`.
-Help, versions and refused flags answer without importing jax.
+Help, the version and errors about flags do not import jax.
 
-    0 done    1 a prompt failed    2 refused    3 the output cannot be written
+    0 done    1 a prompt failed    2 wrong arguments    3 the output cannot be written
     130 interrupted    141 the reader of standard output went away    143 terminated
 """
 
@@ -29,7 +28,7 @@ from dcpjax.cli import (
     plan,
     simulate,
 )
-from dcpjax.cli.flags import Flags, Parser, parse, spell
+from dcpjax.cli.flags import Flags, Parser, names_to_flags, parse
 
 
 class Command(NamedTuple):
@@ -37,7 +36,7 @@ class Command(NamedTuple):
     summary: str
     add_flags: Callable[[Parser], None]
     run: Callable[[Flags], int]
-    words: str = ""  # what may stand beside flags, in the form of a metavar; empty: nothing that can be guessed
+    positional: str = ""  # metavar of the positional arguments, for shell completion; "" if they cannot be completed
 
 
 COMMANDS = {
@@ -49,55 +48,57 @@ COMMANDS = {
     ),
     "batch": Command(
         "dcpjax batch INPUT.jsonl -o OUTPUT.jsonl --model MODEL [FLAGS]",
-        "answer a file of requests, safe against whatever stops it",
+        "answer a file of requests; a stopped job can be resumed",
         batch.add_flags,
         batch.run,
         "FILE",
     ),
     "chat": Command(
         "dcpjax chat --model MODEL [FLAGS]",
-        "talk with a model, turn by turn",
+        "chat with a model in the terminal",
         chat.add_flags,
         chat.run,
     ),
     "plan": Command(
         "dcpjax plan MODEL [FLAGS]",
-        "show what fits on which layout, without reading weights",
+        "show how much fits on each device layout and how fast it can be, without reading weights",
         plan.add_flags,
         plan.run,
         "MODEL",
     ),
     "simulate": Command(
         "dcpjax simulate TRACE MODEL [FLAGS]",
-        "replay a recorded trace on a machine that need not exist",
+        "replay a recorded trace of requests on simulated hardware",
         simulate.add_flags,
         simulate.run,
         "MODEL",
     ),
     "inspect": Command(
         "dcpjax inspect MODEL [FLAGS]",
-        "show what is in a model, without loading its weights",
+        "show what a model consists of, without loading its weights",
         inspect.add_flags,
         inspect.run,
         "MODEL",
     ),
     "bench": Command(
         "dcpjax bench --model MODEL [FLAGS]",
-        "measure a model on this machine, layout beside layout",
+        "measure a model's speed on this machine, on one or several layouts",
         bench.add_flags,
         bench.run,
     ),
     "env": Command(
         "dcpjax env [FLAGS]",
-        "show versions, devices and the cache folder, as a bug report needs them",
+        "show versions, devices and the cache folder, for bug reports",
         env.add_flags,
         env.run,
     ),
     "completion": Command(
         "dcpjax completion bash|zsh|fish",
-        "print a script that completes commands and flags in a shell",
+        "print a script for your shell that completes commands and flags",
         lambda parser: None,
-        lambda flags: completion.run(flags, parsers(), {name: command.words for name, command in COMMANDS.items()}),
+        lambda flags: completion.run(
+            flags, parsers(), {name: command.positional for name, command in COMMANDS.items()}
+        ),
         "{bash,zsh,fish}",
     ),
 }
@@ -116,9 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return 141
     except (ValueError, OSError) as error:
-        if not _is_ours(error):
+        if not _is_user_error(error):
             raise
-        print(f"dcpjax: error: {spell(str(error))}", file=sys.stderr)
+        print(f"dcpjax: error: {names_to_flags(str(error))}", file=sys.stderr)
         return 2
 
 
@@ -138,19 +139,23 @@ def _dispatch(arguments: list[str]) -> int:
     parser = _parser(name)
     try:
         flags = parse(parser, arguments[1:])
-    except SystemExit:  # argparse leaves after --help, and only then
+    except SystemExit:  # raised by argparse after --help only
         return 0
     settings = config_file.read_settings(flags, name, parsers)
     if flags.get("print_config"):
         print(config_file.to_yaml(parser, settings))
         return 0
-    with settings.naming_file():
+    with settings.file_named_in_errors():
         return COMMANDS[name].run(settings.flags)
 
 
 def parsers() -> dict[str, Parser]:
-    """One for each command."""
+    """The parser of each command."""
     return {name: _parser(name) for name in COMMANDS}
+
+
+def _positional_metavars() -> dict[str, str]:
+    return {name: command.positional for name, command in COMMANDS.items()}
 
 
 def _parser(name: str) -> Parser:
@@ -165,7 +170,7 @@ def _help() -> str:
     listed = "\n".join(f"  {name:<12}{command.summary}" for name, command in COMMANDS.items())
     return (
         f"usage: dcpjax COMMAND [FLAGS]\n\n{dcpjax.__doc__.splitlines()[0] if dcpjax.__doc__ else ''}\n\n"
-        f"commands:\n{listed}\n\ndcpjax COMMAND --help lists a command's flags; dcpjax --version tells the "
+        f"commands:\n{listed}\n\ndcpjax COMMAND --help lists a command's flags; dcpjax --version prints the "
         'version.\n\nto try it:\n  dcpjax generate --chat "What is the capital of France?" --model smollm2-135m'
     )
 
@@ -178,8 +183,8 @@ def _unknown_command(name: str) -> str:
     return f"the command must be one of {', '.join(COMMANDS)}, but is {name!r}; {hint}"
 
 
-def _is_ours(error: ValueError | OSError) -> bool:
-    """A mistake of the user's that this package found, or a file that cannot be had; not a fault inside a library."""
+def _is_user_error(error: ValueError | OSError) -> bool:
+    """Whether this package found a wrong input, or a file cannot be accessed; other errors keep their traceback."""
     if isinstance(error, OSError):
         return error.filename is not None
     innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
@@ -187,7 +192,7 @@ def _is_ours(error: ValueError | OSError) -> bool:
 
 
 def _use_utf8() -> None:
-    """Text is UTF-8 whatever the locale says, and what is not text is shown as escapes instead of failing."""
+    """Use UTF-8 whatever the locale is; print what cannot be encoded as escapes instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
@@ -196,8 +201,8 @@ def _use_utf8() -> None:
 
 
 def _discard_output() -> None:
-    """Point standard output nowhere, so that Python's own flush at exit stays silent too."""
+    """Redirect standard output to os.devnull, so that Python's flush at exit does not fail again."""
     with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)

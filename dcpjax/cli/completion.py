@@ -1,7 +1,4 @@
-"""`dcpjax completion bash|zsh|fish`: a script that completes commands, flags and their values, made from the parsers.
-
-Knows parsers and three shells' ways to say the same; knows nothing about what commands do.
-"""
+"""`dcpjax completion bash|zsh|fish`: prints a script that completes commands, flags and their values."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -20,20 +17,20 @@ INSTALL = {
 
 
 class Values(NamedTuple):
-    """What may stand in one place: some words, files, or what nobody can guess."""
+    """What can be completed in one place: fixed choices, files, both, or nothing."""
 
-    words: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     files: bool = False
 
     @classmethod
     def of(cls, metavar: str) -> "Values":
-        """`{a,b}` are words, FILE and PATH are files, MODEL is both."""
+        """From a metavar: `{a,b}` are choices, FILE and PATH are files, MODEL is both."""
         if metavar.startswith("{"):
             return cls(tuple(metavar.strip("{}").split(",")))
         return cls((*ALIASES, *PRESETS) if metavar == "MODEL" else (), metavar in ("FILE", "PATH", "MODEL"))
 
 
-class Offer(NamedTuple):
+class FlagCompletion(NamedTuple):
     """One flag."""
 
     names: tuple[str, ...]
@@ -41,46 +38,48 @@ class Offer(NamedTuple):
     summary: str
 
 
-class Command(NamedTuple):
+class Completions(NamedTuple):
+    """What can be completed for one command."""
+
     summary: str
-    offers: tuple[Offer, ...]
-    words: Values  # what may stand there that is no flag
+    flags: tuple[FlagCompletion, ...]
+    positional: Values
 
     @property
     def names(self) -> list[str]:
-        return [name for offer in self.offers for name in offer.names]
+        return [name for flag in self.flags for name in flag.names]
 
 
-def run(flags: Flags, parsers: Mapping[str, Parser], words: Mapping[str, str]) -> int:
-    """Print the script. `words` is, for each command, the metavar of what it takes besides flags."""
-    if len(flags.words) != 1 or flags.words[0] not in SHELLS:
-        has = " ".join(flags.words) or "none"
+def run(flags: Flags, parsers: Mapping[str, Parser], positionals: Mapping[str, str]) -> int:
+    """Print the script. `positionals` is, for each command, the metavar of its positional arguments."""
+    if len(flags.positionals) != 1 or flags.positionals[0] not in SHELLS:
+        has = " ".join(flags.positionals) or "none"
         raise ValueError(f"completion must have one of {', '.join(SHELLS)}, but has {has}; use {SHELLS[0]}")
     commands = {
-        name: Command(str(parser.description), tuple(_offers(parser)), Values.of(words[name]))
+        name: Completions(str(parser.description), tuple(_flags(parser)), Values.of(positionals[name]))
         for name, parser in parsers.items()
     }
-    make = {"bash": bash, "zsh": zsh, "fish": fish}[flags.words[0]]
-    print(f"{make(commands)}\n# to use it: {INSTALL[flags.words[0]]}")
+    make = {"bash": bash, "zsh": zsh, "fish": fish}[flags.positionals[0]]
+    print(f"{make(commands)}\n# to use it: {INSTALL[flags.positionals[0]]}")
     return 0
 
 
-def _offers(parser: Parser) -> Iterator[Offer]:
-    yield Offer(("--help",), None, "show this help")
+def _flags(parser: Parser) -> Iterator[FlagCompletion]:
+    yield FlagCompletion(("--help",), None, "show this help")
     for action in parser.actions:
         values = None if action.nargs == 0 else Values.of(str(action.metavar or action.dest.upper()))
         summary = re.split(r" \(|[;:.](?:\s|$)", (action.help or "").replace("%%", "%"))[0]
-        yield Offer(tuple(action.option_strings), values, summary)
+        yield FlagCompletion(tuple(action.option_strings), values, summary)
 
 
-def bash(commands: Mapping[str, Command]) -> str:
+def bash(commands: Mapping[str, Completions]) -> str:
     cases = "\n".join(
-        f"        {pattern}) {_bash_values(values) if values.words or values.files else 'return'} ;;"
+        f"        {pattern}) {_bash_values(values) if values.choices or values.files else 'return'} ;;"
         for pattern, values in _value_patterns(commands)
     )
     every = "\n".join(
-        f"            {name}) words='{' '.join((*command.words.words, *command.names))}'"
-        f"{' files=yes' if command.words.files else ''} ;;"
+        f"            {name}) words='{' '.join((*command.positional.choices, *command.names))}'"
+        f"{' files=yes' if command.positional.files else ''} ;;"
         for name, command in commands.items()
     )
     return f"""_dcpjax() {{
@@ -108,16 +107,16 @@ complete -F _dcpjax dcpjax"""
 
 
 def _bash_values(values: Values) -> str:
-    return f"words='{' '.join(values.words)}' files={'yes' if values.files else ''}"
+    return f"words='{' '.join(values.choices)}' files={'yes' if values.files else ''}"
 
 
-def zsh(commands: Mapping[str, Command]) -> str:
+def zsh(commands: Mapping[str, Completions]) -> str:
     listed = "\n".join(f"        {_quoted(f'{name}:{command.summary}')}" for name, command in commands.items())
     cases = "\n".join(
         f"        {pattern}) {_zsh_values(values) or ':'}; return ;;" for pattern, values in _value_patterns(commands)
     )
     every = "\n".join(
-        f"        {name}) compadd -- {' '.join(command.names)}; {_zsh_values(command.words) or ':'} ;;"
+        f"        {name}) compadd -- {' '.join(command.names)}; {_zsh_values(command.positional) or ':'} ;;"
         for name, command in commands.items()
     )
     return f"""#compdef dcpjax
@@ -137,47 +136,47 @@ if [ "$funcstack[1]" = _dcpjax ]; then _dcpjax "$@"; else compdef _dcpjax dcpjax
 
 
 def _zsh_values(values: Values) -> str:
-    words = f"compadd -- {' '.join(values.words)}" if values.words else ""
+    words = f"compadd -- {' '.join(values.choices)}" if values.choices else ""
     return "; ".join(filter(None, [words, "_files" if values.files else ""]))
 
 
-def _value_patterns(commands: Mapping[str, Command]) -> Iterator[tuple[str, Values]]:
-    """A pattern of `command flag`, and what may follow; flags with equal values share one."""
+def _value_patterns(commands: Mapping[str, Completions]) -> Iterator[tuple[str, Values]]:
+    """(shell pattern of `command flag`, values that may follow); flags with equal values share a pattern."""
     found: dict[tuple[str, Values], list[str]] = {}
     for name, command in commands.items():
-        for offer in command.offers:
-            if offer.values is not None:
-                found.setdefault((name, offer.values), []).extend(f"'{name} {flag}'" for flag in offer.names)
+        for flag in command.flags:
+            if flag.values is not None:
+                found.setdefault((name, flag.values), []).extend(f"'{name} {option}'" for option in flag.names)
     return (("|".join(patterns), values) for (_, values), patterns in found.items())
 
 
-def fish(commands: Mapping[str, Command]) -> str:
+def fish(commands: Mapping[str, Completions]) -> str:
     lines = ["complete -c dcpjax -f"]
     for name, command in commands.items():
         lines.append(f"complete -c dcpjax -n __fish_use_subcommand -a {name} -d {_quoted(command.summary)}")
         inside = f"complete -c dcpjax -n '__fish_seen_subcommand_from {name}'"
-        if command.words.files:
+        if command.positional.files:
             lines.append(f"{inside} -F")
-        if command.words.words:
-            lines.append(f"{inside} -a {_quoted(' '.join(command.words.words))}")
-        lines += [f"{inside} {_fish_flag(offer)} -d {_quoted(offer.summary)}" for offer in command.offers]
+        if command.positional.choices:
+            lines.append(f"{inside} -a {_quoted(' '.join(command.positional.choices))}")
+        lines += [f"{inside} {_fish_flag(flag)} -d {_quoted(flag.summary)}" for flag in command.flags]
     return "\n".join(lines)
 
 
-def _fish_flag(offer: Offer) -> str:
-    names = " ".join(_fish_name(name) for name in offer.names)
-    if offer.values is None:
+def _fish_flag(flag: FlagCompletion) -> str:
+    names = " ".join(_fish_name(name) for name in flag.names)
+    if flag.values is None:
         return names
-    words = f" -a {_quoted(' '.join(offer.values.words))}" if offer.values.words else ""
-    return f"{names} {'-r -F' if offer.values.files else '-x'}{words}"
+    words = f" -a {_quoted(' '.join(flag.values.choices))}" if flag.values.choices else ""
+    return f"{names} {'-r -F' if flag.values.files else '-x'}{words}"
 
 
 def _fish_name(name: str) -> str:
-    """`--long` is -l, `-s` is -s, and `-old`, a long name behind one dash, is -o."""
+    """fish writes `--long` as -l, `-s` as -s, and a long name with a single dash, `-old`, as -o."""
     kind = "l" if name.startswith("--") else "s" if len(name) == 2 else "o"
     return f"-{kind} {name.lstrip('-')}"
 
 
 def _quoted(text: str) -> str:
-    """For zsh and fish alike: neither a quote nor a backslash is left inside."""
+    """In single quotes, for zsh and fish; backslashes are removed and quotes replaced."""
     return "'" + text.replace("\\", "").replace("'", "’") + "'"

@@ -1,7 +1,7 @@
-"""`--config FILE` and `--print-config`, for every command: flags from a YAML, JSON or TOML file, and back.
+"""`--config FILE` and `--print-config` of every command: reads flags from a YAML, JSON or TOML file, and prints them.
 
-A file's values are typed out as flags and read by the command's own parser, so that they are judged in the same
-words. Knows parsers and files; knows nothing about models but where generation_config.json lies. Imports nothing heavy.
+A file's entries are turned into command-line arguments and read by the command's own parser, so that they are checked
+with the same error messages. Imports nothing heavy.
 """
 
 import argparse
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from dcpjax.checkpoint.hub import HUB_ID, read_json
-from dcpjax.cli.flags import Flags, Parser, parse, path_or_switch, spell
-from dcpjax.cli.model import MODELS_OWN
+from dcpjax.cli.flags import Flags, Parser, names_to_flags, parse, path_or_switch
+from dcpjax.cli.model_flags import MODEL_DEFAULTS
 
-OWN_FLAGS = ("config", "print_config")  # never in a file
+OWN_FLAGS = ("config", "print_config")  # not allowed in a file
 
 
 def add_flags(parser: Parser) -> None:
@@ -28,85 +28,85 @@ def add_flags(parser: Parser) -> None:
     group.add_argument(
         "--config",
         metavar="FILE",
-        help="a .yaml, .json or .toml file of flags by name, as temperature: 0.7, or in a section with the command's "
-        "name; flags given here win over the file, and its section over its top",
+        help="read flags from a .yaml, .json or .toml file with entries such as temperature: 0.7, at the top level or "
+        "in a section named like the command; the section overrides the top level, the command line both",
     )
     group.add_argument(
         "--print-config",
         action="store_true",
-        help="print every flag, its value and where it comes from, as YAML that --config reads, and do nothing else",
+        help="print every flag with its value and where that comes from, as YAML that --config reads, and exit",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The flags of one command, and where they come from."""
+    """The arguments of one command, and where its flags come from."""
 
-    words: list[str]
-    typed: Mapping[str, Any]
-    filed: Mapping[str, Any]
+    positionals: list[str]
+    from_command_line: Mapping[str, Any]
+    from_file: Mapping[str, Any]
     path: str
 
     @property
     def flags(self) -> Flags:
-        return Flags(words=self.words, given={**self.filed, **self.typed})
+        return Flags(positionals=self.positionals, given={**self.from_file, **self.from_command_line})
 
     @contextlib.contextmanager
-    def naming_file(self) -> Iterator[None]:
-        """A sentence about a flag that stands in the file begins with the file's name."""
+    def file_named_in_errors(self) -> Iterator[None]:
+        """Put the file's name before an error message about a flag that was set in the file."""
         try:
             yield
         except ValueError as error:
-            flag = re.match(r"--([a-z-]+)", spell(str(error)))
+            flag = re.match(r"--([a-z-]+)", names_to_flags(str(error)))
             name = flag[1].replace("-", "_") if flag else ""
-            if name in self.filed and name not in self.typed:
-                error.args = (f"{self.path}: {spell(str(error))}",)
+            if name in self.from_file and name not in self.from_command_line:
+                error.args = (f"{self.path}: {names_to_flags(str(error))}",)
             raise
 
 
 def read_settings(flags: Flags, command: str, parsers: Callable[[], Mapping[str, Parser]]) -> Settings:
-    """What was typed, and the flags of the file that it names. Raises ValueError for what the file has wrong."""
+    """The given flags and those of the file that `--config` names. Raises ValueError for a mistake in the file."""
     path = flags.get("config")
-    filed = {} if path is None else _filed(path, command, parsers())
-    return Settings(words=flags.words, typed=flags.given, filed=filed, path=str(path))
+    from_file = {} if path is None else _flags_from_file(path, command, parsers())
+    return Settings(positionals=flags.positionals, from_command_line=flags.given, from_file=from_file, path=str(path))
 
 
 def to_yaml(parser: Parser, settings: Settings) -> str:
-    """Every flag on a line, as `--config` reads it; a comment for what is decided later."""
-    models = _asked_by_model(settings.flags.get("model"))
+    """One line per flag, as `--config` reads it; a comment if the value is not known yet."""
+    model_values = _generation_config(settings.flags.get("model"))
     names = dict.fromkeys(action.dest for action in parser.actions if action.dest not in OWN_FLAGS)
     helps = {action.dest: action.help or "" for action in parser.actions}
-    lines = [_line(parser, name, helps[name], settings, models) for name in names]
+    lines = [_line(parser, name, helps[name], settings, model_values) for name in names]
     return "\n".join([f"# {parser.prog}", *lines])
 
 
-def _line(parser: Parser, name: str, text: str, settings: Settings, models: Mapping[str, Any]) -> str:
-    for source, values in (("command line", settings.typed), ("file", settings.filed)):
+def _line(parser: Parser, name: str, text: str, settings: Settings, model_values: Mapping[str, Any]) -> str:
+    for source, values in (("command line", settings.from_command_line), ("file", settings.from_file)):
         if name in values:
             return f"{name}: {_json(values[name])}  # {source}"
-    if name in models and name in MODELS_OWN:
-        return f"{name}: {_json(models[name])}  # model"
+    if name in model_values and name in MODEL_DEFAULTS:
+        return f"{name}: {_json(model_values[name])}  # model"
     default = parser.default(name)
-    own = {name: f"the model's own, else {default}"} if name in MODELS_OWN else {}
-    if later := {**own, **parser.described}.get(name):
-        return f"# {name}: {later}"
-    said = re.search(r"\(default: ([^:;)]*)", text) if default is None else None
-    return f"{name}: {_json(default)}  # default" + (f": {said[1]}" if said and said[1] != "None" else "")
+    model_default = {name: f"the model's own, else {default}"} if name in MODEL_DEFAULTS else {}
+    if default_text := {**model_default, **parser.default_texts}.get(name):
+        return f"# {name}: {default_text}"
+    in_help = re.search(r"\(default: ([^:;)]*)", text) if default is None else None
+    return f"{name}: {_json(default)}  # default" + (f": {in_help[1]}" if in_help and in_help[1] != "None" else "")
 
 
 def _json(value: Any) -> str:
-    """JSON is YAML too."""
-    return json.dumps(value, ensure_ascii=False, default=_plain)
+    """A value as JSON, which is also YAML."""
+    return json.dumps(value, ensure_ascii=False, default=_to_json_value)
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {name: part for name, part in asdict(value).items() if part is not None}
     return str(value)
 
 
-def _asked_by_model(model: str | None) -> Mapping[str, Any]:
-    """generation_config.json of a folder, or of a hub id that has been fetched; empty where there is none."""
+def _generation_config(model: str | None) -> Mapping[str, Any]:
+    """generation_config.json of a folder, or of a hub id that was fetched before; empty if there is none."""
     if model is None:
         return {}
     path = Path(os.path.expanduser(model)) / "generation_config.json"
@@ -120,36 +120,36 @@ def _asked_by_model(model: str | None) -> Mapping[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _filed(path: str, command: str, parsers: Mapping[str, Parser]) -> dict[str, Any]:
+def _flags_from_file(path: str, command: str, parsers: Mapping[str, Parser]) -> dict[str, Any]:
     content = _read(path)
     sections = {key: value for key, value in content.items() if key in parsers and isinstance(value, Mapping)}
     top = {key: value for key, value in content.items() if key not in sections}
     given: dict[str, Any] = {}
     for entries in (top, sections.get(command, {})):
         try:
-            words = _typed_out(entries, command, parsers)
-            given |= parse(parsers[command], words).given
+            arguments = _to_arguments(entries, command, parsers)
+            given |= parse(parsers[command], arguments).given
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
     return given
 
 
-def _typed_out(entries: Mapping[str, Any], command: str, parsers: Mapping[str, Parser]) -> list[str]:
-    """A file's entries as they would be typed."""
-    known, seen, words = _keys(parsers[command]), dict[str, str](), []
+def _to_arguments(entries: Mapping[str, Any], command: str, parsers: Mapping[str, Parser]) -> list[str]:
+    """A file's entries as command-line arguments."""
+    known, seen, arguments = _keys(parsers[command]), dict[str, str](), []
     for key, value in entries.items():
         name = str(key).replace("-", "_")
         if name not in known:
             raise ValueError(_unknown_key(str(key), command, parsers))
         if known[name].dest in seen:
-            raise ValueError(f"{key!r} must stand once, but stands beside {seen[known[name].dest]!r}; remove one")
+            raise ValueError(f"{key!r} must be given once, but is also given as {seen[known[name].dest]!r}; remove one")
         seen[known[name].dest] = str(key)
-        words += _words(known[name], value, parsers[command].default(known[name].dest))
-    return words
+        arguments += _flag_arguments(known[name], value, parsers[command].default(known[name].dest))
+    return arguments
 
 
 def _keys(parser: Parser) -> dict[str, argparse.Action]:
-    """Name of a key -> its flag. The long names, without --no-: the value says it."""
+    """Key in a file -> its flag. Keys are the long names; there are no --no-... keys, as the value can be false."""
     return {
         option.removeprefix("--").replace("-", "_"): action
         for action in parser.actions
@@ -166,7 +166,7 @@ def _unknown_key(key: str, command: str, parsers: Mapping[str, Parser]) -> str:
     return f"unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"see {parsers[command].prog} --help")
 
 
-def _words(action: argparse.Action, value: Any, default: Any) -> list[str]:
+def _flag_arguments(action: argparse.Action, value: Any, default: Any) -> list[str]:
     option = next(option for option in action.option_strings if option.startswith("--"))
     if value is None:
         return [] if default is None or action.nargs == 0 else [f"{option}=none"]
@@ -189,7 +189,7 @@ def _switch(action: argparse.Action, option: str, value: Any) -> list[str]:
 
 
 def _text(action: argparse.Action, option: str, value: Any) -> str:
-    """What one value looks like when it is typed. YAML reads a bare yes, no, on and off as true and false."""
+    """One value as it would be typed. YAML reads yes, no, on and off without quotes as true and false."""
     if isinstance(value, bool | None):
         if action.type is not path_or_switch:
             raise ValueError(f"{option} must be a text or a number, but is {_json(value)}; put it in quotes")

@@ -21,8 +21,8 @@ def add_flags(parser: Parser) -> None:
 
 
 def run(flags: Flags) -> int:
-    if flags.words:
-        raise ValueError(f"env must have no words after it, but has {flags.words[0]!r}; remove it")
+    if flags.positionals:
+        raise ValueError(f"env must have no words after it, but has {flags.positionals[0]!r}; remove it")
     found = environment()
     print(json.dumps(found, ensure_ascii=False) if flags.get("json") else _table(found))
     return 0

@@ -1,7 +1,4 @@
-"""Flags made from the fields of option dataclasses: name, type, default and help are written once, there.
-
-Knows argparse and dataclasses; knows nothing about models. Imports nothing heavy.
-"""
+"""Flags made from option dataclasses, which define the name, type, default and help of each; imports nothing heavy."""
 
 import argparse
 import difflib
@@ -13,8 +10,9 @@ from dataclasses import Field, dataclass, fields
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
+from dcpjax.api.checks import check_option_names
 from dcpjax.api.config import EngineConfig
-from dcpjax.api.sampling_params import SamplingParams, check_option_names
+from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.api.structured_outputs import StructuredOutputsParams
 from dcpjax.planning.options import PlanOptions
 from dcpjax.simulation.options import SimOptions
@@ -24,7 +22,10 @@ LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z][\w-]*(=|$)")
 
 
 class Parser(argparse.ArgumentParser):
-    """Holds flags only. Raises ValueError instead of leaving; a flag that is not given has no attribute."""
+    """A parser of flags; other arguments are returned as they are, see `parse`.
+
+    It raises ValueError instead of exiting. A flag that is not given has no attribute in the namespace.
+    """
 
     def __init__(self, *, prog: str, usage: str, description: str) -> None:
         super().__init__(
@@ -35,7 +36,7 @@ class Parser(argparse.ArgumentParser):
             argument_default=argparse.SUPPRESS,
         )
         self.defaults: dict[str, Any] = {}  # of flags made from dataclasses, by name
-        self.described: dict[str, str] = {}  # defaults that are no single value, in words
+        self.default_texts: dict[str, str] = {}  # name -> text for a default that is not a fixed value
 
     @property
     def flags(self) -> list[str]:
@@ -43,25 +44,25 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def actions(self) -> list[argparse.Action]:
-        """One for each flag, in the order of the help, which is left out."""
+        """The actions of all flags except --help, in the order of the help text."""
         return [action for action in self._actions if action.dest != "help"]
 
     def default(self, name: str) -> Any:
-        """What a flag is worth when it is not given; None where only its help can tell."""
+        """The value of a flag that is not given; None if it has no fixed default."""
         switches_on = {action.dest for action in self.actions if action.nargs == 0 and action.const is True}
         return self.defaults.get(name, False if name in switches_on else None)
 
     def error(self, message: str) -> NoReturn:
-        """argparse's "argument --x: must be ..." as "--x must be ..."."""
+        """Turn argparse's "argument --x: must be ..." into "--x must be ..." and raise it."""
         sentence = re.sub(r"^argument (\S+): ", r"\1 ", message)
         raise ValueError(sentence.replace("expected one argument", "must have a value, but has none"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What was typed after the command: words that are no flags, and the flags that were given."""
+    """The arguments of a command: positional ones, and flags by name with their values."""
 
-    words: list[str]
+    positionals: list[str]
     given: Mapping[str, Any]
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -73,13 +74,16 @@ class Flags:
 
 
 def parse(parser: Parser, arguments: Sequence[str]) -> Flags:
-    """Flags anywhere among the words; after `--` all are words. Raises ValueError for a flag that is not known."""
+    """Parse flags and positional arguments in any order; after `--` all arguments are positional.
+
+    Raises ValueError for an unknown flag.
+    """
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    namespace, words = parser.parse_known_args([_kebab(parser, word) for word in arguments[:end]])
-    for word in words:
-        if LOOKS_LIKE_FLAG.match(word):
-            raise ValueError(_unknown(parser, word.partition("=")[0]))
-    return Flags(words=[*words, *arguments[end + 1 :]], given=vars(namespace))
+    namespace, positionals = parser.parse_known_args([_with_hyphens(parser, text) for text in arguments[:end]])
+    for text in positionals:
+        if LOOKS_LIKE_FLAG.match(text):
+            raise ValueError(_unknown_flag(parser, text.partition("=")[0]))
+    return Flags(positionals=[*positionals, *arguments[end + 1 :]], given=vars(namespace))
 
 
 def add_options(
@@ -92,22 +96,22 @@ def add_options(
     defaults: Mapping[str, str] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> None:
-    """A flag for every field of a dataclass, with help from the `Args:` of its docstring.
+    """Add a flag for every field of a dataclass, with help from the `Args:` of its docstring.
 
-    `explain` and `defaults` replace a field's help and what it says of the default, `values` the default itself.
+    By name of a field, `explain` replaces the help, `defaults` the text about the default, and `values` the default.
     """
     helps = {**field_helps(kind), **(explain or {})}
-    parser.described.update(defaults or {})
+    parser.default_texts.update(defaults or {})
     group = parser.add_argument_group(title)
     for field in fields(kind):
         if field.name not in leave_out:
             parser.defaults[field.name] = (values or {}).get(field.name, field.default)
-            default = parser.described.get(field.name, parser.defaults[field.name])
+            default = parser.default_texts.get(field.name, parser.defaults[field.name])
             names = [flag(field.name), *filter(None, [SHORT.get(field.name)])]
-            shape = _shape(field)
-            repeated = "; may be repeated" if shape.get("action") in ("append", "extend") else ""
-            text = f"{spell_quoted(helps.get(field.name, ''))}{repeated} (default: {default})"
-            group.add_argument(*names, help=text.replace("%", "%%"), **shape)
+            reading = _argparse_options(field)
+            repeated = "; may be repeated" if reading.get("action") in ("append", "extend") else ""
+            text = f"{_quoted_names_to_flags(helps.get(field.name, ''))}{repeated} (default: {default})"
+            group.add_argument(*names, help=text.replace("%", "%%"), **reading)
 
 
 def flag(name: str) -> str:
@@ -115,30 +119,30 @@ def flag(name: str) -> str:
 
 
 def field_helps(kind: type) -> dict[str, str]:
-    """Field name -> its text in the docstring's `Args:`; empty under `python -OO`, which drops docstrings."""
+    """Name of a field -> its text in the docstring's `Args:`; empty under `python -OO`, which removes docstrings."""
     _, _, after = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")
     block = after.split("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", block, re.MULTILINE)
     return {name: re.sub(r"\s+", " ", text).rstrip(".") for name, text in entries}
 
 
-# What ValueErrors call an option -> what was typed. A name of one plain word is one only at the start of a
-# sentence or before "=": "n", "stop" and "seed" are English too.
+# Names of options in error messages. A name without an underscore ("n", "stop", "seed") can be an English word as well,
+# so it counts only at the start of a sentence or before "=".
 _NAMES = [field.name for kind in (EngineConfig, SamplingParams, PlanOptions, SimOptions) for field in fields(kind)]
 _LONG = "|".join(name for name in _NAMES if "_" in name)
 _PLAIN = "|".join(["model", *(name for name in _NAMES if "_" not in name)])
-_SPELLED = re.compile(
+_OPTION_NAME = re.compile(
     rf"(?<![\w/.'\"-])(?:{_LONG})(?![\w/'\"-]|\.\w)|^(?:{_PLAIN})(?= )|(?<![\w/.'\"-])(?:{_PLAIN})(?==)"
 )
 
 
-def spell(sentence: str) -> str:
-    """Names of options as flags: "block_size must ..." -> "--block-size must ..."."""
-    return _SPELLED.sub(lambda match: flag(match[0]), sentence)
+def names_to_flags(sentence: str) -> str:
+    """Replace names of options by flags: "block_size must ..." -> "--block-size must ..."."""
+    return _OPTION_NAME.sub(lambda match: flag(match[0]), sentence)
 
 
-def spell_quoted(text: str) -> str:
-    """The same for help, where names stand in backticks."""
+def _quoted_names_to_flags(text: str) -> str:
+    """The same for help texts, where names are in backticks; the backticks are removed."""
     return re.sub(r"`([^`]*)`", lambda match: flag(match[1]) if match[1] in _NAMES else match[1], text)
 
 
@@ -175,7 +179,7 @@ def structured_outputs(text: str) -> StructuredOutputsParams:
     try:
         check_option_names(value, [field.name for field in fields(StructuredOutputsParams)])
         return StructuredOutputsParams(**value)
-    except ValueError as error:  # argparse would replace its sentence
+    except ValueError as error:  # argparse would replace its message
         raise argparse.ArgumentTypeError(str(error).removeprefix("structured_outputs ")) from None
 
 
@@ -187,8 +191,8 @@ def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return lambda text: None if text.lower() == "none" else read(text)
 
 
-def _shape(field: Field[Any]) -> dict[str, Any]:
-    """How argparse reads a field of this type. Values are judged by the dataclass, in its own words."""
+def _argparse_options(field: Field[Any]) -> dict[str, Any]:
+    """How argparse reads a field of this type. The dataclass checks the value, with its own error messages."""
     kind, kinds = field.type, get_args(field.type)
     if get_origin(kind) is Literal:
         return {"metavar": f"{{{','.join(kinds)}}}"}
@@ -211,17 +215,17 @@ def _shape(field: Field[Any]) -> dict[str, Any]:
     return {"type": _or_none(read) if NoneType in kinds else read, "metavar": metavar}
 
 
-def _kebab(parser: Parser, word: str) -> str:
-    """`--max_tokens`, as Python spells it, is read as `--max-tokens`."""
-    name, equals, value = word.partition("=")
-    kebab = name.replace("_", "-")
-    return f"{kebab}{equals}{value}" if kebab in parser.flags else word
+def _with_hyphens(parser: Parser, argument: str) -> str:
+    """Accept `--max_tokens`, with the underscores of Python, as `--max-tokens`."""
+    name, equals, value = argument.partition("=")
+    hyphenated = name.replace("_", "-")
+    return f"{hyphenated}{equals}{value}" if hyphenated in parser.flags else argument
 
 
-def _unknown(parser: Parser, name: str) -> str:
-    """Flags are never abbreviated, but the beginning of one is a good hint."""
-    kebab, known = name.replace("_", "-"), [known for known in parser.flags if known.startswith("--")]
-    near = [flag for flag in known if flag.startswith(kebab)][:3]
-    near = near or difflib.get_close_matches(kebab, known, n=1, cutoff=0.5)
+def _unknown_flag(parser: Parser, name: str) -> str:
+    """Abbreviated flags are not accepted, but they are used to suggest whole ones."""
+    hyphenated, known = name.replace("_", "-"), [known for known in parser.flags if known.startswith("--")]
+    near = [flag for flag in known if flag.startswith(hyphenated)][:3]
+    near = near or difflib.get_close_matches(hyphenated, known, n=1, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"see {parser.prog} --help"
     return f"unknown flag {name}; {hint}"

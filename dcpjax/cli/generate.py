@@ -1,4 +1,4 @@
-"""`dcpjax generate`: prompts in, one text or JSON object each out."""
+"""`dcpjax generate`: completes prompts and prints each completion as text or as a JSON object."""
 
 import argparse
 import json
@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dcpjax.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from dcpjax.cli.flags import Flags, Parser, spell
-from dcpjax.cli.model import Answer, Choice, add_model_flags, print_stream, say, statistics, timed
+from dcpjax.cli.flags import Flags, Parser, names_to_flags
+from dcpjax.cli.model_flags import ModelArguments, add_model_flags
+from dcpjax.cli.statistics import add_stats_flag, statistics_line, timed
+from dcpjax.cli.streaming import StreamedCompletion, print_stream
+from dcpjax.cli.verbosity import print_stderr
 
 if TYPE_CHECKING:
     from dcpjax.api.sampling_params import SamplingParams
     from dcpjax.llm import LLM
 
 MAX_TOKENS = 256
-SHOWN = 60  # characters of a prompt in the line above its completion
+TITLE_CHARACTERS = 60  # characters of a prompt in the line above its completion
 
 
 def add_flags(parser: Parser) -> None:
@@ -23,47 +26,43 @@ def add_flags(parser: Parser) -> None:
         "--prompt-file",
         action="append",
         metavar="FILE",
-        help="one more prompt: the whole file, less its last line end; - is standard input. May be repeated",
+        help="read one more prompt from this file, without its last line break; - is standard input; may be repeated",
     )
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="each prompt is a message, which the model's chat template wraps; otherwise a prompt is continued",
+        help="send each prompt as a message, in the model's chat template; otherwise the prompt's text is continued",
     )
-    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message before each prompt")
-    parser.add_argument("--json", action="store_true", help="one JSON object per completion and line")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: a system message before each prompt")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per completion, each on a line")
     parser.add_argument(
         "--stream",
         action=argparse.BooleanOptionalAction,
-        help="print a single completion as it grows; by default on a terminal",
+        help="print a single completion while it is generated (default: only on a terminal)",
     )
-    parser.add_argument(
-        "--stats",
-        action=argparse.BooleanOptionalAction,
-        help="layout, tokens and speed on standard error; by default on a terminal and with --verbose",
-    )
+    add_stats_flag(parser, "at the end (default: only on a terminal or with --verbose)")
     add_model_flags(parser, max_tokens=MAX_TOKENS)
 
 
 def run(flags: Flags) -> int:
     """Exit code 0, or 1 if a prompt failed."""
-    choice = Choice.from_flags(flags, max_tokens=MAX_TOKENS)
-    single = len(flags.words) + len(flags.get("prompt_file", [])) == 1 and choice.sampling.get("n", 1) == 1
+    arguments = ModelArguments.from_flags(flags, max_tokens=MAX_TOKENS)
+    single = len(flags.positionals) + len(flags.get("prompt_file", [])) == 1 and arguments.sampling.get("n", 1) == 1
     streams = _streams(flags, single)
     if flags.get("system") is not None and not flags.get("chat"):
-        raise ValueError("--system must come with --chat, but stands alone; add --chat")
+        raise ValueError("--system must come with --chat, but is given alone; add --chat")
     prompts = read_prompts(flags)
-    llm = choice.open()
+    llm = arguments.open()
     inputs: Any = [_messages(prompt, flags.get("system")) for prompt in prompts] if flags.get("chat") else prompts
-    counts = flags.get("stats", choice.loudness.wants_statistics)
+    stats = flags.get("stats", arguments.verbosity.shows_statistics)
     if streams:
-        return _stream(llm, inputs, choice.params(llm), flags, counts)
-    return _collect(llm, prompts, inputs, choice.params(llm), flags, counts)
+        return _stream(llm, inputs, arguments.sampling_params(llm), flags, stats)
+    return _collect(llm, prompts, inputs, arguments.sampling_params(llm), flags, stats)
 
 
 def read_prompts(flags: Flags) -> list[str]:
-    """The words, then the files. `-` among the words is standard input too."""
-    prompts = [_read("-") if word == "-" else word for word in flags.words]
+    """The positional prompts, then the files. `-` is standard input in either."""
+    prompts = [_read("-") if prompt == "-" else prompt for prompt in flags.positionals]
     prompts += [_read(name) for name in flags.get("prompt_file", [])]
     if not prompts:
         raise ValueError(
@@ -74,7 +73,7 @@ def read_prompts(flags: Flags) -> list[str]:
 
 
 def _read(name: str) -> str:
-    """Bytes that are not UTF-8 stay what they are, so that only this prompt is refused, by the tokenizer."""
+    """The text of a file. Bytes that are not UTF-8 become surrogates; the tokenizer refuses only prompts with them."""
     if name == "-":
         text = sys.stdin.read()
     else:
@@ -101,41 +100,41 @@ def _streams(flags: Flags, single: bool) -> bool:
     return True
 
 
-def _stream(llm: "LLM", inputs: list[Any], params: "SamplingParams", flags: Flags, counts: bool) -> int:
-    answer = Answer()
-    start = llm.stream_chat if flags.get("chat") else llm.stream
-    with timed(llm) as clock:
-        print_stream(start(inputs, params), answer)
+def _stream(llm: "LLM", inputs: list[Any], params: "SamplingParams", flags: Flags, stats: bool) -> int:
+    answer = StreamedCompletion()
+    stream = llm.stream_chat if flags.get("chat") else llm.stream
+    with timed(llm) as timing:
+        print_stream(stream(inputs, params), answer)
     if answer.error:
         return _report_failures([answer.error])
-    if counts:
+    if stats:
         tokens = count_prompt_tokens(llm, inputs[0])
-        say(statistics(llm, prompt_tokens=tokens, new_tokens=answer.tokens, clock=clock))
+        print_stderr(statistics_line(llm, prompt_tokens=tokens, new_tokens=answer.tokens, timing=timing))
     return 0
 
 
 def _collect(
-    llm: "LLM", prompts: list[str], inputs: list[Any], params: "SamplingParams", flags: Flags, counts: bool
+    llm: "LLM", prompts: list[str], inputs: list[Any], params: "SamplingParams", flags: Flags, stats: bool
 ) -> int:
-    start = llm.chat if flags.get("chat") else llm.generate
-    with timed(llm) as clock:
-        results = start(inputs, params)
+    complete = llm.chat if flags.get("chat") else llm.generate
+    with timed(llm) as timing:
+        results = complete(inputs, params)
     write = _write_json if flags.get("json") else _write_text
     write(prompts, results)
     sys.stdout.flush()
-    if counts:
-        new = sum(len(output.token_ids) for result in results for output in result.outputs)
-        old = sum(len(result.prompt_token_ids) for result in results)
-        say(statistics(llm, prompt_tokens=old, new_tokens=new, clock=clock))
+    if stats:
+        new_tokens = sum(len(output.token_ids) for result in results for output in result.outputs)
+        prompt_tokens = sum(len(result.prompt_token_ids) for result in results)
+        print_stderr(statistics_line(llm, prompt_tokens=prompt_tokens, new_tokens=new_tokens, timing=timing))
     return _report_failures([result.error for result in results])
 
 
-def count_prompt_tokens(llm: "LLM", given: str | Sequence[dict[str, str]]) -> int:
-    """Tokens of a text, or of messages inside the model's chat template."""
-    assert llm.tokenizer is not None  # a text could not have been run without
-    if isinstance(given, str):
-        return len(llm.tokenizer.encode(given))
-    return len(llm.tokenizer.apply_chat_template(given))
+def count_prompt_tokens(llm: "LLM", prompt: str | Sequence[dict[str, str]]) -> int:
+    """Number of tokens of a text, or of messages in the model's chat template."""
+    assert llm.tokenizer is not None  # needed to run a text
+    if isinstance(prompt, str):
+        return len(llm.tokenizer.encode(prompt))
+    return len(llm.tokenizer.apply_chat_template(prompt))
 
 
 def _write_text(prompts: list[str], results: list[RequestOutput]) -> None:
@@ -149,7 +148,7 @@ def _write_text(prompts: list[str], results: list[RequestOutput]) -> None:
 
 def _title(prompt: str, output: CompletionOutput, completions: int) -> str:
     line = " ".join(prompt.split())
-    shown = line if len(line) <= SHOWN else f"{line[: SHOWN - 3]}..."
+    shown = line if len(line) <= TITLE_CHARACTERS else f"{line[: TITLE_CHARACTERS - 3]}..."
     return f"==> {shown}{f' ({output.index + 1} of {completions})' if completions > 1 else ''} <=="
 
 
@@ -167,7 +166,7 @@ def _record(prompt: str, result: RequestOutput, output: CompletionOutput) -> dic
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
-        "error": output.error and spell(output.error),
+        "error": output.error and names_to_flags(output.error),
         "usage": {
             "prompt_tokens": len(result.prompt_token_ids),
             "completion_tokens": len(output.token_ids),
@@ -177,7 +176,7 @@ def _record(prompt: str, result: RequestOutput, output: CompletionOutput) -> dic
 
 
 def _timings(metrics: RequestMetrics | None) -> dict[str, float | None]:
-    """Seconds since the prompt arrived; None for what did not happen or was not measured."""
+    """Seconds since the prompt arrived; None if it did not happen or was not measured."""
     moments = {
         "scheduled": metrics and metrics.first_scheduled_time,
         "first_token": metrics and metrics.first_token_time,
@@ -191,5 +190,5 @@ def _report_failures(errors: list[str | None]) -> int:
     for number, error in enumerate(errors, start=1):
         if error:
             which = f"prompt {number}: " if len(errors) > 1 else ""
-            say(f"dcpjax: error: {which}{spell(error)}")
+            print_stderr(f"dcpjax: error: {which}{names_to_flags(error)}")
     return int(any(errors))

@@ -1,4 +1,4 @@
-"""`dcpjax inspect`: what is in a model, without loading its weights."""
+"""`dcpjax inspect`: what a model consists of, without loading its weights."""
 
 import json
 from collections.abc import Collection, Iterator
@@ -14,34 +14,34 @@ DEVICES = (1, 2, 4, 8)
 
 
 def add_flags(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--tensor-parallel-size",
         "-tp",
         type=integer,
         metavar="N",
-        help=f"show the legal layouts on this many devices too (default: {', '.join(map(str, DEVICES))})",
+        help=f"also list the legal layouts for this number of devices (default: {', '.join(map(str, DEVICES))})",
     )
 
 
 def run(flags: Flags) -> int:
-    if len(flags.words) != 1:
+    if len(flags.positionals) != 1:
         raise ValueError(
             "inspect must have one model, a folder, a .gguf file, a hub id or a preset such as kimi-k2, but has "
-            + (", ".join(map(repr, flags.words)) or "none")
+            + (", ".join(map(repr, flags.positionals)) or "none")
         )
-    more = flags.get("tensor_parallel_size", 1)
-    if more < 1:
-        raise ValueError(f"--tensor-parallel-size must be an integer of at least 1, but is {more}; use 1 or more")
+    devices = flags.get("tensor_parallel_size", 1)
+    if devices < 1:
+        raise ValueError(f"--tensor-parallel-size must be an integer of at least 1, but is {devices}; use 1 or more")
     from dcpjax.planning.inspection import inspect_model
 
-    found = inspect_model(flags.words[0], sorted({*DEVICES, more}))
+    found = inspect_model(flags.positionals[0], sorted({*DEVICES, devices}))
     print(json.dumps(to_dict(found), ensure_ascii=False) if flags.get("json") else to_text(found))
     return 0
 
 
 def to_dict(found: "Inspection") -> dict[str, Any]:
-    """Plain data; None for what there is not."""
+    """The inspection as JSON values; a missing value is None."""
     config, stored, vocabulary = found.config, found.stored, found.vocabulary
     return {
         "model": found.model,
@@ -87,9 +87,9 @@ def _sizes(found: "Inspection") -> Iterator[tuple[str, str]]:
             f"{moe.experts} of width {moe.intermediate_size:,}, {moe.experts_per_token} per token{shared}; "
             f"in {config.num_layers - len(moe.dense_layers)} of the layers",
         )
-    stretched = "" if config.rope.kind == "default" else f", rope {config.rope.kind} x {config.rope.factor:g}"
+    rope = "" if config.rope.kind == "default" else f", rope {config.rope.kind} x {config.rope.factor:g}"
     yield "vocabulary", f"{config.vocab_size:,}, {'tied' if config.tie_word_embeddings else 'not tied'} to the head"
-    yield "positions", f"{config.max_position_embeddings:,}{stretched}"
+    yield "positions", f"{config.max_position_embeddings:,}{rope}"
     per_token = "" if moe is None else f", {found.parameters_per_token:,} per token"
     yield "parameters", f"{found.parameters:,}{per_token}"
 
@@ -104,9 +104,9 @@ def _files(found: "Inspection") -> Iterator[tuple[str, str]]:
     vocabulary = found.vocabulary
     yield "tokenizer", f"{vocabulary.kind}, {vocabulary.size:,} tokens" if vocabulary else "none"
     yield "chat template", "yes" if vocabulary and vocabulary.chat_template else "no"
-    asked = ", ".join(f"{name}={value}" for name, value in found.generation.items())
-    yield "generation", f"{asked or 'nothing asked of sampling'}; ends with {list(found.end_tokens)}"
-    yield "KV cache", f"{found.kv_bytes_per_token:,} bytes per token in {found.kv_dtype}, where it is stored once"
+    defaults = ", ".join(f"{name}={value}" for name, value in found.generation.items())
+    yield "generation", f"{defaults or 'no sampling defaults'}; end tokens {list(found.end_tokens)}"
+    yield "KV cache", f"{found.kv_bytes_per_token:,} bytes per token in {found.kv_dtype}, for one copy"
 
 
 def _amount(parts: "Collection[Stored]") -> str:
@@ -115,10 +115,13 @@ def _amount(parts: "Collection[Stored]") -> str:
 
 
 def _layout_rows(found: "Inspection") -> Iterator[tuple[str, str]]:
-    yield "layouts", "tp x dcp on so many devices, and how often the cache is stored"
+    yield "layouts", "tp x dcp for each number of devices, and the copies of the cache that it stores"
     for devices in found.layouts:
         legal = [f"{one['tp']} x {one['dcp']} ({one['copies']}x)" for one in _layouts(found, devices)]
-        yield f"  {devices}", ", ".join(legal) or f"none: {found.config.num_heads} heads must divide by the devices"
+        yield (
+            f"  {devices}",
+            ", ".join(legal) or f"none: {devices} devices cannot share {found.config.num_heads} heads evenly",
+        )
 
 
 def _layouts(found: "Inspection", devices: int) -> list[dict[str, int]]:

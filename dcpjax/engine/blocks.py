@@ -1,11 +1,11 @@
-"""Who owns which cache block, and what the blocks hold. Plain integers; knows no arrays, no positions and no text.
+"""Who owns which cache block, and which tokens the blocks hold.
 
-Block ids are the same on every rank: a block is one id whatever the layout. A block that holds tokens known by
-name (see `prefix`) can be shared by several owners; one that nobody owns keeps its tokens until it is handed out
-again, least recently used first.
+A block has one id, whatever the layout: ids are the same on every rank. A full block whose content is registered under
+a key (see `prefix`) can be shared by several owners. A free block keeps its content until it is allocated again, the
+least recently used first.
 
-    free     blank ids, then named ones from the least to the most recently used     references == 0
-    owned    in the tables of one owner, or of several if full and named             references == owners
+    free     blocks without content, then those with content, least recently used first     references == 0
+    owned    in the table of one owner, or of several if full and registered                 references == owners
 """
 
 from collections import OrderedDict
@@ -15,12 +15,12 @@ from itertools import takewhile
 
 from dcpjax.engine.prefix import Key
 
-MOST_COMPARED = 32  # blocks that continue one prefix and are compared token by token, most recent first
+MOST_COMPARED = 32  # blocks after one prefix that are compared token by token, the newest first
 
 
 @dataclass(frozen=True)
-class Content:
-    """What a block holds: the tokens after the history named `parent`; `key` names both once the block is full."""
+class BlockContent:
+    """The tokens in a block, after the history with key `parent`. A full block has a `key` of its own."""
 
     parent: Key
     tokens: tuple[int, ...]
@@ -28,8 +28,8 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Match:
-    """Blocks that already hold the beginning of a request, and one whose first `copied` tokens come next."""
+class PrefixMatch:
+    """Blocks that hold the beginning of a request, and a block whose first `copied` tokens follow them."""
 
     blocks: list[int] = field(default_factory=list)
     source: int | None = None
@@ -41,16 +41,16 @@ class BlockManager:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # handed out from the front
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # allocated from the front
         self._references = [0] * num_blocks
         self._tables: dict[int, list[int]] = {}
-        self._contents: dict[int, Content] = {}
+        self._contents: dict[int, BlockContent] = {}
         self._block_of: dict[Key, int] = {}
-        self._children: dict[Key, OrderedDict[int, None]] = {}  # parent -> blocks that continue it, newest last
+        self._children: dict[Key, OrderedDict[int, None]] = {}  # parent -> the blocks after it, newest last
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out, those that still hold something included."""
+        """Blocks that can be allocated, including those whose content could be reused."""
         return len(self._free)
 
     @property
@@ -59,20 +59,20 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Free blocks that hold something a request could reuse."""
+        """Free blocks whose content a request could reuse."""
         return sum(block in self._contents for block in self._free)
 
     def table(self, owner: int) -> list[int]:
         """The owner's block ids, in position order."""
         return self._tables.get(owner, [])
 
-    def can_allocate(self, owner: int, total: int, match: Match | None = None) -> bool:
+    def can_allocate(self, owner: int, total: int, match: PrefixMatch | None = None) -> bool:
         """Whether the owner's table can grow to `total` blocks now, beginning with those of `match`."""
         shared = [] if match is None else match.blocks
-        revived = sum(self._references[block] == 0 for block in shared)  # free until now, but not to be overwritten
+        revived = sum(self._references[block] == 0 for block in shared)  # free, but about to be shared
         return total - len(self.table(owner)) - len(shared) <= self.num_free - revived
 
-    def allocate(self, owner: int, total: int, match: Match | None = None) -> list[int]:
+    def allocate(self, owner: int, total: int, match: PrefixMatch | None = None) -> list[int]:
         """Grow the owner's table to `total` blocks and return it. The caller has asked `can_allocate`."""
         assert self.can_allocate(owner, total, match), f"owner {owner} wants {total} blocks, {self.num_free} are free"
         table = self._tables.setdefault(owner, [])
@@ -81,11 +81,11 @@ class BlockManager:
             self._references[block] += 1
             table.append(block)
         while len(table) < total:
-            table.append(self._hand_out())
+            table.append(self._pop_free())
         return table
 
     def free(self, owner: int) -> None:
-        """Give back every block of the owner. The first are kept longest: they begin more prompts than the last."""
+        """Free every block of the owner. The first ones are kept longest: more prompts share them."""
         for block in reversed(self._tables.pop(owner, [])):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -93,18 +93,21 @@ class BlockManager:
                 if block not in self._contents:
                     self._free.move_to_end(block, last=False)
 
-    def match(self, keys: Sequence[Key], tokens_of: Callable[[int], Sequence[int]], least: int) -> Match:
-        """What the pool holds of a request: `keys` name its root and its full blocks, `tokens_of(i)` are block i's.
+    def match(self, keys: Sequence[Key], tokens_of: Callable[[int], Sequence[int]], least: int) -> PrefixMatch:
+        """What the pool holds of a request.
 
-        After the named blocks, the one that agrees with most of the next tokens is worth copying if those are at
-        least `least`.
+        Args:
+            keys: of the request's root and of its full blocks.
+            tokens_of: block number -> the request's tokens in that block.
+            least: fewest tokens worth copying. After the blocks that are shared, the block that agrees with most of
+                the next tokens is given as `source` if it agrees with at least so many.
         """
         blocks = [self._block_of[key] for key in takewhile(self._block_of.__contains__, keys[1:])]
         source, copied = self._best_child(keys[len(blocks)], tokens_of(len(blocks)))
-        return Match(blocks, source, copied) if copied >= least else Match(blocks)
+        return PrefixMatch(blocks, source, copied) if copied >= least else PrefixMatch(blocks)
 
-    def hold(self, block: int, content: Content) -> None:
-        """Note what an owned block holds now. Of two full blocks that hold the same, the first keeps the name."""
+    def register(self, block: int, content: BlockContent) -> None:
+        """Note what an owned block holds now. Of two full blocks of the same content the first keeps the key."""
         if content.key is not None and self._block_of.get(content.key, block) != block:
             return
         self._forget(block)
@@ -113,15 +116,15 @@ class BlockManager:
         if content.key is not None:
             self._block_of[content.key] = block
 
-    def content(self, block: int) -> Content | None:
+    def content(self, block: int) -> BlockContent | None:
         return self._contents.get(block)
 
     def forget_free(self) -> None:
-        """Drop what the free blocks hold: none of it is reused."""
+        """Forget what the free blocks hold, so that none of it is reused."""
         for block in self._free:
             self._forget(block)
 
-    def _hand_out(self) -> int:
+    def _pop_free(self) -> int:
         block, _ = self._free.popitem(last=False)
         self._forget(block)
         self._references[block] = 1
@@ -139,7 +142,7 @@ class BlockManager:
             del self._block_of[content.key]
 
     def _best_child(self, parent: Key, tokens: Sequence[int]) -> tuple[int | None, int]:
-        """(block, tokens in common) of the block after `parent` that agrees longest with `tokens`."""
+        """(block, tokens in common) of the block after `parent` with the longest beginning in common with `tokens`."""
         best: tuple[int | None, int] = (None, 0)
         for block, _ in zip(reversed(self._children.get(parent, {})), range(MOST_COMPARED), strict=False):
             common = _common(self._contents[block].tokens, tokens)
@@ -148,7 +151,7 @@ class BlockManager:
         return best
 
     def check_integrity(self) -> None:
-        """Counts, owners and names agree. Raises AssertionError otherwise, also under `-O`."""
+        """Raise AssertionError, also under `-O`, unless counts, owners and keys agree."""
         counted = [0] * self.num_blocks
         for table in self._tables.values():
             for block in table:
@@ -160,13 +163,13 @@ class BlockManager:
         )
         _check(all(len(set(table)) == len(table) for table in self._tables.values()), "a table names a block twice")
         named = {content.key: block for block, content in self._contents.items() if content.key is not None}
-        _check(named == self._block_of, "a name leads to another block")
+        _check(named == self._block_of, "a key leads to another block")
         for block, count in enumerate(counted):
             _check(count < 2 or block in self._block_of.values(), f"block {block} has {count} owners but may change")
         children = {(content.parent, block) for block, content in self._contents.items()}
         _check(
             children == {(parent, block) for parent, blocks in self._children.items() for block in blocks},
-            "a block is not among those that continue its history",
+            "a block is not listed after its history",
         )
 
 

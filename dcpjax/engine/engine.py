@@ -1,10 +1,10 @@
-"""Requests in, tokens out, many at a time. Works on token ids; knows nothing about text.
+"""Requests in, tokens out, many at a time: schedule a step, launch it, collect a result.
 
-`step()` is the whole engine: schedule, launch, collect. With `async_scheduling` the step collected is the one
-before: while it runs on the device the next is chosen, and its tokens feed that one without passing the host.
+With `async_scheduling` the step that is collected is the one before: while it runs on the device the next one is
+scheduled, and its tokens feed that one without passing through the host.
 
-    host      choose 1 | choose 2 | collect 1 | choose 3 | collect 2 | ...
-    device               step 1 ............. | step 2 ............. | step 3 ...
+    host      schedule 1 | schedule 2 | collect 1 | schedule 3 | collect 2 | ...
+    device                 step 1 ............... | step 2 ............... | step 3 ...
 """
 
 import time
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from dcpjax.api.outputs import RequestMetrics
+from dcpjax.api.outputs import FinishReason, RequestMetrics
 from dcpjax.engine.blocks import BlockManager
-from dcpjax.engine.request import Guides, Request, Status
+from dcpjax.engine.request import Request, Status, TokenGuide
 from dcpjax.engine.result import StepResult
-from dcpjax.engine.scheduler import Limits, Scheduled, Scheduler
-from dcpjax.engine.stats import EngineStats
+from dcpjax.engine.scheduler import Scheduled, Scheduler, StepLimits
+from dcpjax.engine.stats import EngineCounters, EngineStats
 from dcpjax.models.kv_cache import CacheGeometry
 
 
 class StepRunner(Protocol):
-    """What the engine needs of a model: the real one is `Runner`; tests use one of ten lines."""
+    """What the engine needs of a model. The real one is `runtime.runner.Runner`."""
 
     @property
     def geometry(self) -> CacheGeometry: ...
@@ -44,8 +44,8 @@ class StepRunner(Protocol):
 
 
 @dataclass
-class Flight:
-    """A step that has been started and not yet collected."""
+class StepInFlight:
+    """A step that has been launched and not yet collected."""
 
     entries: list[Scheduled]
     launched: Any
@@ -54,12 +54,15 @@ class Flight:
 class Engine:
     """Continuous batching over one model."""
 
-    def __init__(self, runner: StepRunner, *, num_blocks: int, limits: Limits, async_scheduling: bool = True) -> None:
+    def __init__(
+        self, runner: StepRunner, *, num_blocks: int, limits: StepLimits, async_scheduling: bool = True
+    ) -> None:
         self.runner, self.async_scheduling = runner, async_scheduling
         self.blocks = BlockManager(num_blocks)
         self.scheduler = Scheduler(self.blocks, runner.geometry, limits)
-        self._flight: Flight | None = None
-        self._stepping = False  # still set after a step that was cut short
+        self.counters = EngineCounters()
+        self._in_flight: StepInFlight | None = None
+        self._stepping = False  # still True after a step that was interrupted
 
     @property
     def has_work(self) -> bool:
@@ -70,22 +73,22 @@ class Engine:
         self.scheduler.add(request)
 
     def step(self) -> list[Request]:
-        """Start the next step and collect one; return the requests that have a new token or ended."""
+        """Launch the next step and collect one; return the requests that have a new token or ended."""
         started, self._stepping = time.monotonic(), True
         changed = self._step()
         self._stepping = False
-        self.scheduler.counters.seconds += time.monotonic() - started
+        self.counters.seconds += time.monotonic() - started
         return changed
 
-    def end(self, request: Request) -> None:
-        """Free a request's blocks, whether it finished or is given up."""
-        if request.status is not Status.FINISHED:
-            request.finish("abort")
+    def end(self, request: Request, reason: FinishReason = "abort", stop_reason: str | int | None = None) -> None:
+        """Free a request's blocks. If it has not finished, it ends for this reason."""
+        if request.finish_reason is None:
+            request.finish(reason, stop_reason)
         request.metrics.finished_time = request.metrics.finished_time or time.monotonic()
         self.scheduler.release(request)
 
     def recover(self) -> None:
-        """After a step that was cut short: let go of what it finished; start over what else was in it."""
+        """After an interrupted step: free the requests that it finished, compute the others in it again."""
         if self._stepping:
             self._stepping = False
             self._start_over()
@@ -99,10 +102,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of what runs, what the cache holds and what has been done."""
-        scheduler, counters = self.scheduler, self.scheduler.counters
-        compiling = self.runner.compile_seconds
-        done: dict[str, Any] = asdict(counters)
-        done |= {"seconds": max(0.0, counters.seconds - compiling), "compile_seconds": compiling}
+        scheduler, compiling = self.scheduler, self.runner.compile_seconds
+        done: dict[str, Any] = asdict(scheduler.counters) | asdict(self.counters)
+        done |= {"seconds": max(0.0, self.counters.seconds - compiling), "compile_seconds": compiling}
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -116,46 +118,48 @@ class Engine:
 
     def _step(self) -> list[Request]:
         scheduled = self.scheduler.schedule()
-        assert scheduled or self._flight, "work is waiting, but nothing could be scheduled"
+        assert scheduled or self._in_flight, "work is waiting, but nothing could be scheduled"
         try:
             launched = self._launch(scheduled)
         except Exception as error:
-            changed = self._collect(self._flight)
+            changed = self._collect(self._in_flight)
             return list(dict.fromkeys([*changed, *self._fail(scheduled, error)]))
-        landing, self._flight = (self._flight, launched) if self.async_scheduling else (launched, None)
-        return self._collect(landing)
+        if not self.async_scheduling:
+            return self._collect(launched)
+        before, self._in_flight = self._in_flight, launched
+        return self._collect(before)
 
-    def _launch(self, scheduled: list[Scheduled]) -> Flight | None:
+    def _launch(self, scheduled: list[Scheduled]) -> StepInFlight | None:
         if not scheduled:
             return None
         now = time.monotonic()
         for entry in scheduled:
             entry.request.metrics.first_scheduled_time = entry.request.metrics.first_scheduled_time or now
-        flight = Flight(scheduled, self.runner.launch(scheduled))
+        launched = StepInFlight(scheduled, self.runner.launch(scheduled))
         self.scheduler.update(scheduled)
-        return flight
+        return launched
 
-    def _collect(self, flight: Flight | None) -> list[Request]:
-        if flight is None:
+    def _collect(self, step: StepInFlight | None) -> list[Request]:
+        if step is None:
             return []
         try:
-            result = self.runner.collect(flight.launched)
+            result = self.runner.collect(step.launched)
         except Exception as error:
-            return self._fail(flight.entries, error)
+            return self._fail(step.entries, error)
         now = time.monotonic()
         changed = [
             entry.request
-            for row, entry in enumerate(flight.entries)
-            if entry.request.status is not Status.FINISHED and self._take(entry, row, result, now)
+            for row, entry in enumerate(step.entries)
+            if entry.request.finish_reason is None and self._apply(entry, row, result, now)
         ]
         if not all(result.finite):
-            self.blocks.forget_free()  # also those of a request that has left its blocks since the step was started
+            self.blocks.forget_free()  # also those of a request that has left its blocks since the step was launched
         return changed
 
-    def _take(self, entry: Scheduled, row: int, result: StepResult, now: float) -> bool:
-        """Give a request its row of the result. True if it has a new token or ended."""
+    def _apply(self, entry: Scheduled, row: int, result: StepResult, now: float) -> bool:
+        """Give a request its row of a step's result. True if it has a new token or ended."""
         request = entry.request
-        request.num_in_flight -= entry.samples
+        self.scheduler.token_arrived(entry)
         if result.prompt_scores:
             request.prompt_scores.update(result.prompt_scores[row])
         if not result.finite[row]:
@@ -164,23 +168,25 @@ class Engine:
             if result.scores and (scores := result.scores[row]):
                 request.scores.append(scores)
             self._append(request, result.tokens[row], now)
-        if request.status is Status.FINISHED:
+        ended = request.finish_reason is not None
+        if ended:
             self.end(request)
-        return entry.samples or request.status is Status.FINISHED
+        return entry.samples or ended
 
     def _append(self, request: Request, token: int, now: float) -> None:
+        """Add a sampled token, and finish the request if the token ends it."""
         request.output_token_ids.append(token)
-        self.scheduler.counters.generated_tokens += 1
+        self.counters.generated_tokens += 1
         _note_token(request.metrics, now)
         if token in request.end_token_ids and len(request.output_token_ids) > request.params.min_tokens:
             request.finish("stop", token if token in request.params.stop_tokens else None)
         elif len(request.output_token_ids) >= request.max_tokens:
             request.finish("length")
         elif request.guide is not None:
-            self._guide(request.guide, request, token)
+            self._advance_guide(request.guide, request, token)
 
-    def _guide(self, guide: Guides, request: Request, token: int) -> None:
-        """Take the guide along; what goes wrong with it is this request's alone."""
+    def _advance_guide(self, guide: TokenGuide, request: Request, token: int) -> None:
+        """An error of the guide ends this request alone."""
         try:
             guide.advance(token)
             if guide.is_finished:
@@ -191,8 +197,8 @@ class Engine:
             request.finish("error", error=str(error))
 
     def _fail(self, scheduled: list[Scheduled], error: Exception) -> list[Request]:
-        """The requests of a failed step end with its message; the others start over, and nothing cached is trusted."""
-        failed = [entry.request for entry in scheduled if entry.request.status is not Status.FINISHED]
+        """End the requests of a failed step with its message. The others start over; nothing cached is trusted."""
+        failed = [entry.request for entry in scheduled if entry.request.finish_reason is None]
         for request in failed:
             request.finish("error", error=f"{type(error).__name__}: {error}")
             self.end(request)
@@ -201,13 +207,12 @@ class Engine:
         return failed
 
     def _start_over(self) -> None:
-        """Drop the step in flight and compute again, from their known tokens, the requests that run."""
-        self._flight = None
+        """Drop the step in flight; compute the running requests again from their known tokens."""
+        self._in_flight = None
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            request.num_in_flight = 0
             if request.status is Status.FINISHED:
                 self.end(request)
-        self.scheduler.preempt_all()
+        self.scheduler.start_over()
         if self.runner.restore_cache():
             self.blocks.forget_free()
 

@@ -1,6 +1,8 @@
-"""One prompt on its way through the engine. Works on token ids; knows nothing about text or arrays."""
+"""One prompt on its way through the engine: what was asked, what has been generated, how far the cache has come."""
 
 import enum
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,59 +20,81 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-class Guides(Protocol):
-    """Allows some tokens and forbids others, after what has been generated so far."""
+class TokenGuide(Protocol):
+    """Grammar-constrained decoding: which tokens may come next after those generated so far."""
 
     def mask(self) -> Any:
         """uint32 [ceil(V / 32)]: a bit for each token that may come next. Raises ValueError if none may."""
         ...
 
-    def advance(self, token_id: int) -> None: ...
+    def advance(self, token_id: int) -> None:
+        """Take the token that was sampled. Raises ValueError if the mask did not allow it."""
+        ...
 
     @property
-    def is_finished(self) -> bool: ...
+    def is_finished(self) -> bool:
+        """Whether the text is complete."""
+        ...
 
 
-@dataclass(eq=False)
+def _metrics() -> RequestMetrics:
+    return RequestMetrics(time.monotonic())
+
+
+@dataclass(eq=False, kw_only=True)
 class Request:
     """A prompt, what has been generated for it and how far the cache has come.
 
     prompt_token_ids        | output_token_ids | in flight
     computed ......... | pending .......................     `num_computed` splits what the cache holds from the rest
 
-    A token in flight is sampled on the device and not yet known here; there is at most one.
+    A token in flight is sampled on the device and not yet known here; there is at most one. Each group of fields below
+    is written by one part of the program alone.
     """
 
+    # Asked: set when the request is made, never changed.
     number: int  # order of arrival; also the owner of its blocks
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int  # resolved: what max_tokens and the model length leave
-    seed: int  # resolved: from the request or from the engine
-    end_token_ids: frozenset[int]  # tokens that end it
-    metrics: RequestMetrics
-    output_token_ids: list[int] = field(default_factory=list)
+    seed: int = 0  # resolved: from the request or from the engine
+    end_token_ids: frozenset[int] = frozenset()  # tokens that end it
     priority: int = 0  # lower runs earlier
     cache_salt: str | None = None  # shares cached blocks only with requests of the same salt
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    guide: Guides | None = None
-    streamed: bool = True  # somebody waits for each of its tokens, not for the last one alone
-    leader: "Request | None" = None  # the first completion of the same prompt, whose cache this one can share
-    num_computed: int = 0
-    num_held: int = 0  # tokens whose blocks other requests can find
-    num_in_flight: int = 0
-    seat: int = -1  # its place on the device while it runs
-    status: Status = Status.WAITING
+    bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids
+    guide: TokenGuide | None = None
+    streamed: bool = True  # the caller waits for each token, not for the last one alone
+    first_sibling: "Request | None" = None  # the first completion of the same prompt: this one can share its cache
+    metrics: RequestMetrics = field(default_factory=_metrics)
+
+    # Generated: written by the engine, through `finish` and when a step's result arrives.
+    output_token_ids: list[int] = field(default_factory=list)
+    scores: list[TokenScores] = field(default_factory=list)  # of the output tokens, if wanted
+    prompt_scores: dict[int, TokenScores] = field(default_factory=dict)  # by position, if wanted
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
-    history: Any = None  # the sampler's counts of its tokens
-    scores: list[TokenScores] = field(default_factory=list)  # of the output tokens, if wanted
-    prompt_scores: dict[int, TokenScores] = field(default_factory=dict)  # by position, if wanted
+
+    # Scheduled: written by the scheduler.
+    seat: int = -1  # index of its entry in the per-request device state while it runs, -1 while it does not
+    num_computed: int = 0  # tokens whose keys and values are in the cache
+    num_registered: int = 0  # tokens in blocks that other requests can find
+    num_in_flight: int = 0
+
+    # Counted: written by the sampler, which keeps how often each token occurs.
+    token_counts: Any = None
+
     _keys: list[Key] = field(default_factory=list)
 
     @property
+    def status(self) -> Status:
+        if self.finish_reason is not None:
+            return Status.FINISHED
+        return Status.WAITING if self.seat < 0 else Status.RUNNING
+
+    @property
     def order(self) -> tuple[int, int]:
-        """Requests are served from the smallest on, and give way from the largest on."""
+        """Requests are served from the smallest on, and preempted from the largest on."""
         return self.priority, self.number
 
     @property
@@ -81,7 +105,7 @@ class Request:
     def num_known(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
-    # The next three are asked for every token: a property that asks others would take three times as long.
+    # The next three are read for every token: a property that reads other properties would take three times as long.
 
     @property
     def num_tokens(self) -> int:
@@ -93,22 +117,22 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight - self.num_computed
 
     @property
-    def goes_on(self) -> bool:
-        """Whether a token follows the newest, as far as is known."""
+    def expects_token(self) -> bool:
+        """Whether another token follows the newest one, as far as `max_tokens` tells."""
         return len(self.output_token_ids) + self.num_in_flight < self.max_tokens
 
     @property
     def scores_prompt(self) -> bool:
         """Whether every prompt token has to run, because its log-probability is wanted."""
-        return self.params.prompt_logprobs is not None and self.leader is None
+        return self.params.prompt_logprobs is not None and self.first_sibling is None
 
     @property
-    def waits_for_token(self) -> bool:
-        """Whether the next step has to know, on the host, the token in flight; or there is no next step."""
+    def needs_token_on_host(self) -> bool:
+        """Whether it cannot be scheduled before the token in flight reaches the host, or needs no further step."""
         if not self.num_in_flight:
             return False
         by_host = self.guide is not None or any(len(word) > 1 for word in self.bad_words)
-        return by_host or not self.goes_on
+        return by_host or not self.expects_token
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids at positions start .. stop-1; `UNKNOWN` for one in flight."""
@@ -118,13 +142,12 @@ class Request:
         known = self.prompt_token_ids[start:] + self.output_token_ids[max(0, start - prompt) : stop - prompt]
         return known + [UNKNOWN] * (stop - start - len(known))
 
-    def keys(self, blocks: int, block_size: int) -> list[Key]:
-        """The names of its root and of its first `blocks` full blocks."""
+    def keys(self, blocks: int, block_size: int) -> Sequence[Key]:
+        """The key of its root and of each of its first `blocks` full blocks."""
         self._keys = self._keys or [root(self.cache_salt)]
         if len(self._keys) <= blocks:
             extend(self._keys, self.tokens(0, blocks * block_size), block_size)
         return self._keys[: blocks + 1]
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None, error: str | None = None) -> None:
-        self.status = Status.FINISHED
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error

@@ -1,21 +1,21 @@
-"""Which tokens of which requests run in the next step. Plain integers; knows no arrays and no text.
+"""Which tokens of which requests run in the next step.
 
-Decodes go first, one token each; prompts share what is left of `max_num_batched_tokens`, in chunks. Beside decodes
-that are streamed only so much prompt work runs that nobody waits long for the next token (Agrawal et al. 2024,
-Sarathi-Serve, section 4.2). When the pool is full the youngest running request gives its blocks back and is computed
-again later, from its prompt and what it had generated; whatever the pool still holds of it then is not computed twice.
+Decodes go first, one token each; prompts share what is left of `max_num_batched_tokens`, in chunks. In a step with
+streamed decodes the prompt work is limited, so that the next token does not wait long (Agrawal et al. 2024,
+Sarathi-Serve, section 4.2). When the pool is full the youngest running request is preempted: it gives its blocks back
+and is computed again later from its prompt and its generated tokens, except for what the prefix cache still holds.
 """
 
 import heapq
 from bisect import insort
 from dataclasses import dataclass, field
 
-from dcpjax.engine.blocks import BlockManager, Content, Match
+from dcpjax.engine.blocks import BlockContent, BlockManager, PrefixMatch
 from dcpjax.engine.request import Request, Status
-from dcpjax.engine.stats import Counters
+from dcpjax.engine.stats import SchedulerCounters
 from dcpjax.models.kv_cache import CacheGeometry
 
-LEAST_COPIED = 64  # tokens worth copying from a partly matching block: a tile of prefill
+LEAST_COPIED = 64  # fewest tokens worth copying from a partly matching block: a tile of prefill
 SCORED_CHUNK = 128  # prompt tokens per step when their log-probabilities are wanted: each needs a row of logits
 
 
@@ -28,45 +28,48 @@ class Scheduled:
     count: int
     block_table: list[int]
     samples: bool  # whether the last of these tokens is the request's newest, so that the next one follows from it
-    copy: tuple[int, int] | None = None  # (from, to): a block whose content is wanted before the step
+    copy: tuple[int, int] | None = None  # (source, target): blocks to copy before the step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
-    """How much prompt work runs beside decodes, in tokens at the beginning of a prompt."""
+class PrefillBudget:
+    """How much prompt work runs in a step that also decodes.
+
+    Work is measured in tokens at the beginning of a prompt; later tokens attend to more positions and cost more.
+    """
 
     tokens: int
-    # what a token's attention to one position costs, as a fraction of the rest of the token's work
-    per_position: float = 0.0
-    step_tokens: int | None = None  # most tokens of such a step, however cheap; None: as many as fit
-    always: bool = False  # also when nobody waits for each of the decodes' tokens
+    cost_per_position: float = 0.0  # attention to one position, as a fraction of the rest of a token's work
+    max_step_tokens: int | None = None  # most tokens of such a step; None: max_num_batched_tokens
+    always: bool = False  # whether the budget holds even if no decode is streamed
 
-    def fitting(self, work: float, start: int) -> int:
-        """Tokens of a prompt, from position `start` on, that `work` pays for."""
-        return int(work / (1.0 + self.per_position * start))
+    def affordable(self, work: float, start: int) -> int:
+        """How many tokens of a prompt, from position `start` on, cost at most `work`."""
+        return int(work / (1.0 + self.cost_per_position * start))
 
     def work(self, start: int, count: int) -> float:
-        return count * (1.0 + self.per_position * start)
+        """What `count` tokens of a prompt from position `start` on cost."""
+        return count * (1.0 + self.cost_per_position * start)
 
 
 @dataclass
-class Draft:
-    """A step while it is being chosen."""
+class StepBuilder:
+    """A step while it is being put together."""
 
     tokens_left: int
     prompt_work_left: float = float("inf")
     entries: list[Scheduled] = field(default_factory=list)
-    advances: bool = False  # whether a prompt runs in it
-    preempted: bool = False
+    has_prompt: bool = False
+    preempted: bool = False  # whether a request was preempted to make room
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class StepLimits:
     """What one step may hold."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    pace: Pace | None = None  # None: as much prompt work beside decodes as without
+    prefill_budget: PrefillBudget | None = None  # None: prompts are not limited beside decodes
     enable_prefix_caching: bool = True
     least_copied: int = LEAST_COPIED
 
@@ -74,11 +77,11 @@ class Limits:
 class Scheduler:
     """Queues of waiting and running requests over one block pool."""
 
-    def __init__(self, blocks: BlockManager, geometry: CacheGeometry, limits: Limits) -> None:
+    def __init__(self, blocks: BlockManager, geometry: CacheGeometry, limits: StepLimits) -> None:
         self.blocks, self.geometry, self.limits = blocks, geometry, limits
-        self.counters = Counters()
-        self.waiting: list[Request] = []  # in the order they are to be served
-        self.running: list[Request] = []  # in the same order: the last gives way first
+        self.counters = SchedulerCounters()
+        self.waiting: list[Request] = []  # in the order in which they will be served
+        self.running: list[Request] = []  # in the same order: the last is preempted first
         self._seats = list(range(limits.max_num_seqs))  # a heap: the lowest seat is taken first
 
     @property
@@ -101,37 +104,47 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         """Choose the next step's tokens and give them blocks. Entries of one token come first in the list."""
-        draft = Draft(self.limits.max_num_batched_tokens)
+        step = StepBuilder(self.limits.max_num_batched_tokens)
         prompts, decodes = list[Request](), list[Request]()
         for request in self.running:
             if request.num_pending > 1:
                 prompts.append(request)
-            elif request.num_pending == 1 and not request.waits_for_token:
+            elif request.num_pending == 1 and not request.needs_token_on_host:
                 decodes.append(request)
         for request in decodes:
-            self._continue(request, draft)
-        self._set_pace(draft)
+            self._schedule_running(request, step)
+        self._set_prefill_budget(step)
         for request in prompts:
-            self._continue(request, draft)
-        while not draft.preempted and (request := self._next_waiting()):
-            if not self._admit(request, draft):
+            self._schedule_running(request, step)
+        while not step.preempted and (request := self._next_waiting()):
+            if not self._admit(request, step):
                 break
-        return sorted(draft.entries, key=lambda entry: entry.count > 1)
+        return sorted(step.entries, key=lambda entry: entry.count > 1)
 
     def update(self, step: list[Scheduled]) -> None:
-        """Note that the step has been started: from the next step on, its tokens are in the cache."""
+        """Note that the step has been launched: from the next step on, its tokens are in the cache."""
         self.counters.steps += 1
         for entry in step:
             request, prompt = entry.request, len(entry.request.prompt_token_ids)
             request.num_computed = entry.start + entry.count
             request.num_in_flight += entry.samples
             self.counters.prompt_tokens += max(0, min(prompt, request.num_computed) - entry.start)
-            self._hold(request, last=entry.start < prompt <= request.num_computed)
+            self._register_blocks(request, last=entry.start < prompt <= request.num_computed)
+
+    def token_arrived(self, entry: Scheduled) -> None:
+        """Note that the result of a launched step has reached the host."""
+        entry.request.num_in_flight -= entry.samples
+
+    def start_over(self) -> None:
+        """Give up the tokens in flight and compute the running requests again."""
+        for request in [*self.running, *self.waiting]:
+            request.num_in_flight = 0
+        self.preempt_all()
 
     def release(self, request: Request) -> None:
         """Forget a finished or aborted request and free its blocks."""
         if request in self.running:
-            self._leave(request)
+            self._give_back(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
@@ -152,53 +165,53 @@ class Scheduler:
 
     # --- running requests
 
-    def _set_pace(self, draft: Draft) -> None:
-        """Allow prompts a bucket's remainder beside decodes that somebody waits for, at least half of it."""
-        decodes, pace = len(draft.entries), self.limits.pace
-        awaited = (request for request in self.running if request.num_pending == 1 and request.goes_on)
-        if pace and any(pace.always or request.streamed for request in awaited):
-            draft.prompt_work_left = _beside(decodes, pace.tokens)
-            if pace.step_tokens:
-                draft.tokens_left = min(draft.tokens_left, _beside(decodes, pace.step_tokens))
+    def _set_prefill_budget(self, step: StepBuilder) -> None:
+        """Limit prompt work if a decode is streamed: to the budget less the decodes, at least half of it."""
+        decodes, budget = len(step.entries), self.limits.prefill_budget
+        decoding = (request for request in self.running if request.num_pending == 1 and request.expects_token)
+        if budget and any(budget.always or request.streamed for request in decoding):
+            step.prompt_work_left = _room_beside(decodes, budget.tokens)
+            if budget.max_step_tokens:
+                step.tokens_left = min(step.tokens_left, _room_beside(decodes, budget.max_step_tokens))
 
-    def _continue(self, request: Request, draft: Draft) -> None:
-        """Put a running request's next tokens into the step, if it still runs once there is room."""
-        if request.status is not Status.RUNNING or not draft.tokens_left:
+    def _schedule_running(self, request: Request, step: StepBuilder) -> None:
+        """Put a running request's next tokens into the step, unless it is preempted meanwhile."""
+        if request.seat < 0 or not step.tokens_left:
             return
-        count = self._fitting(request, draft, request.num_computed)
-        if count and self._make_room(request, draft):
-            self._take(request, count, draft)
+        count = self._num_fitting(request, step, request.num_computed)
+        if count and self._make_room(request, step):
+            self._add_entry(request, count, step)
 
-    def _fitting(self, request: Request, draft: Draft, start: int) -> int:
-        """Tokens from `start` on that fit the step: at least one prompt advances, however late in its context."""
+    def _num_fitting(self, request: Request, step: StepBuilder, start: int) -> int:
+        """How many tokens from `start` on fit the step. One prompt gets at least a token, whatever it costs."""
         pending = request.num_tokens - start
-        count = min(pending, draft.tokens_left)
+        count = min(pending, step.tokens_left)
         if pending == 1:
             return count
         if request.scores_prompt:
             count = min(count, SCORED_CHUNK)
-        if self.limits.pace and draft.prompt_work_left < float("inf"):
-            paid = self.limits.pace.fitting(draft.prompt_work_left, start)
-            count = min(count, paid if draft.advances else max(paid, 1))
+        if self.limits.prefill_budget and step.prompt_work_left < float("inf"):
+            affordable = self.limits.prefill_budget.affordable(step.prompt_work_left, start)
+            count = min(count, affordable if step.has_prompt else max(affordable, 1))
         return count
 
-    def _take(self, request: Request, count: int, draft: Draft, copy: tuple[int, int] | None = None) -> None:
+    def _add_entry(self, request: Request, count: int, step: StepBuilder, copy: tuple[int, int] | None = None) -> None:
         start, pending, table = request.num_computed, request.num_pending, self.blocks.table(request.number)
-        if pending > 1 and self.limits.pace:
-            draft.advances = True
-            draft.prompt_work_left = max(0.0, draft.prompt_work_left - self.limits.pace.work(start, count))
-        draft.tokens_left -= count
-        draft.entries.append(Scheduled(request, start, count, table, count == pending, copy))
+        if pending > 1 and self.limits.prefill_budget:
+            step.has_prompt = True
+            step.prompt_work_left = max(0.0, step.prompt_work_left - self.limits.prefill_budget.work(start, count))
+        step.tokens_left -= count
+        step.entries.append(Scheduled(request, start, count, table, count == pending, copy))
 
-    def _make_room(self, request: Request, draft: Draft) -> bool:
+    def _make_room(self, request: Request, step: StepBuilder) -> bool:
         """Give the request blocks for all its tokens, preempting younger ones; False if it preempted itself."""
         total = self.geometry.blocks(request.num_tokens)
         if total == len(self.blocks.table(request.number)):
             return True
         while not self.blocks.can_allocate(request.number, total):
             youngest = self.running[-1]
-            draft.entries = [entry for entry in draft.entries if entry.request is not youngest]
-            draft.preempted = True
+            step.entries = [entry for entry in step.entries if entry.request is not youngest]
+            step.preempted = True
             self._preempt(youngest)
             if youngest is request:
                 return False
@@ -208,37 +221,37 @@ class Scheduler:
     # --- waiting requests
 
     def _next_waiting(self) -> Request | None:
-        """The first to be served. One that can share its leader's cache waits until that is filled."""
-        return next((request for request in self.waiting if not self._follows(request)), None)
+        """The first to be served. A request waits while its first sibling fills the cache that both will share."""
+        return next((request for request in self.waiting if not self._waits_for_sibling(request)), None)
 
-    def _follows(self, request: Request) -> bool:
-        leader = request.leader
-        if leader is None or leader.status is Status.FINISHED or not self.limits.enable_prefix_caching:
+    def _waits_for_sibling(self, request: Request) -> bool:
+        sibling = request.first_sibling
+        if sibling is None or sibling.status is Status.FINISHED or not self.limits.enable_prefix_caching:
             return False
-        return leader.num_held < len(leader.prompt_token_ids)
+        return sibling.num_registered < len(sibling.prompt_token_ids)
 
-    def _admit(self, request: Request, draft: Draft) -> bool:
+    def _admit(self, request: Request, step: StepBuilder) -> bool:
         """Move a request to running if it fits the step, and a seat and blocks for all its tokens are free."""
-        if not self._seats or not draft.tokens_left:
+        if not self._seats or not step.tokens_left:
             return False
         match, total = self._match(request), self.geometry.blocks(request.num_tokens)
         found = len(match.blocks) * self.geometry.block_size + match.copied
-        count = self._fitting(request, draft, found)
+        count = self._num_fitting(request, step, found)
         if not count or not self.blocks.can_allocate(request.number, total, match):
             return False
         self.waiting.remove(request)
         insort(self.running, request, key=_order)
-        request.status, request.seat = Status.RUNNING, heapq.heappop(self._seats)
+        request.seat = heapq.heappop(self._seats)
         table = self.blocks.allocate(request.number, total, match)
-        self._reuse(request, found)
+        self._note_cached(request, found)
         copy = None if match.source is None else (match.source, table[len(match.blocks)])
-        self._take(request, count, draft, copy)
+        self._add_entry(request, count, step, copy)
         return True
 
-    def _match(self, request: Request) -> Match:
-        """What the cache holds of a request. Its last token runs in any case: the next one follows from it."""
+    def _match(self, request: Request) -> PrefixMatch:
+        """What the cache holds of a request, except its last token: that one must run, to sample the next."""
         if not self.limits.enable_prefix_caching or request.scores_prompt:
-            return Match()
+            return PrefixMatch()
         size, last = self.geometry.block_size, request.num_tokens - 1
         return self.blocks.match(
             request.keys(last // size, size),
@@ -246,8 +259,8 @@ class Scheduler:
             self.limits.least_copied,
         )
 
-    def _reuse(self, request: Request, found: int) -> None:
-        request.num_computed = request.num_held = found
+    def _note_cached(self, request: Request, found: int) -> None:
+        request.num_computed = request.num_registered = found
         self.counters.prefix_queries += request.num_tokens
         self.counters.prefix_hits += found
         if request.metrics.first_scheduled_time is None:
@@ -256,38 +269,39 @@ class Scheduler:
     # --- giving back
 
     def _preempt(self, request: Request) -> None:
-        self._leave(request)
+        self._give_back(request)
         self.counters.preemptions += 1
         request.metrics.preemptions += 1
-        request.status = Status.WAITING
         insort(self.waiting, request, key=_order)
 
-    def _leave(self, request: Request) -> None:
-        """Give back the blocks and the seat; the blocks keep what they hold."""
-        self._hold(request, last=True)
+    def _give_back(self, request: Request) -> None:
+        """Free a running request's blocks and its seat. The blocks keep what they hold."""
+        self._register_blocks(request, last=True)
         self.blocks.free(request.number)
         self.running.remove(request)
         heapq.heappush(self._seats, request.seat)
-        request.seat, request.num_computed, request.num_held = -1, 0, 0
+        request.seat, request.num_computed, request.num_registered = -1, 0, 0
 
-    def _hold(self, request: Request, *, last: bool) -> None:
-        """Name what the request's blocks hold: full ones, and on the `last` call the partly filled one too."""
+    def _register_blocks(self, request: Request, *, last: bool) -> None:
+        """Let other requests find the full blocks; on the `last` call the partly filled one, too."""
         size, stop = self.geometry.block_size, min(request.num_computed, request.num_known)
-        if not self.limits.enable_prefix_caching or stop <= request.num_held:
+        if not self.limits.enable_prefix_caching or stop <= request.num_registered:
             return
-        if stop // size == request.num_held // size and not last:
+        if stop // size == request.num_registered // size and not last:
             return
         table, keys = self.blocks.table(request.number), request.keys(stop // size, size)
-        for index in range(request.num_held // size, stop // size):
+        for index in range(request.num_registered // size, stop // size):
             held = tuple(request.tokens(index * size, (index + 1) * size))
-            self.blocks.hold(table[index], Content(keys[index], held, keys[index + 1]))
+            self.blocks.register(table[index], BlockContent(keys[index], held, keys[index + 1]))
         if last and stop % size:
-            self.blocks.hold(table[stop // size], Content(keys[-1], tuple(request.tokens(stop // size * size, stop))))
-        request.num_held = stop if last else stop // size * size
+            self.blocks.register(
+                table[stop // size], BlockContent(keys[-1], tuple(request.tokens(stop // size * size, stop)))
+            )
+        request.num_registered = stop if last else stop // size * size
 
 
-def _beside(decodes: int, size: int) -> int:
-    """What `size` leaves beside the decodes; at least half of it, doubled as often as that takes."""
+def _room_beside(decodes: int, size: int) -> int:
+    """Tokens left in a step of `size` beside the decodes. `size` is doubled until at least half of it is left."""
     while size - decodes < size // 2:
         size *= 2
     return size - decodes

@@ -1,6 +1,6 @@
-"""What the engine has done and holds at one moment. Plain data; knows no arrays and no requests.
+"""What the engine has done, and what it holds at one moment.
 
-The engine increments `Counters`; a user sees `EngineStats`, a snapshot that no longer changes.
+The scheduler and the engine count; a user sees `EngineStats`, a snapshot that no longer changes.
 """
 
 from dataclasses import dataclass
@@ -9,15 +9,21 @@ from dcpjax.api.outputs import counted, duration, html_table
 
 
 @dataclass
-class Counters:
-    """What only grows while the engine runs. The names are those of `EngineStats`."""
+class SchedulerCounters:
+    """What the scheduler has done. The names are those of `EngineStats`."""
 
     prefix_queries: int = 0
     prefix_hits: int = 0
     prompt_tokens: int = 0
-    generated_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+
+
+@dataclass
+class EngineCounters:
+    """What the engine has done besides scheduling. The names are those of `EngineStats`."""
+
+    generated_tokens: int = 0
     seconds: float = 0.0
 
 

@@ -1,6 +1,6 @@
 """From what a caller gives to what the engine runs: prompts become token ids, options become requests.
 
-What is wrong with one prompt becomes that job's error. Knows text and options; knows nothing about steps.
+What is wrong with one prompt becomes that submission's error; the others are not affected.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,8 @@ from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.checkpoint.model_files import ModelFiles
 from dcpjax.checkpoint.tokenizer import Tokenizer
 from dcpjax.engine.request import Request
-from dcpjax.frontend.completion import Job
+from dcpjax.frontend.completion import RunningPrompt
+from dcpjax.frontend.submission import Submission
 from dcpjax.frontend.text import TextStream
 from dcpjax.sampling.bad_words import bad_word_ids
 from dcpjax.sampling.guide import GuideMaker
@@ -24,7 +25,7 @@ Message = Mapping[str, Any]
 
 
 class Intake:
-    """Makes jobs of prompts and conversations, and requests of jobs."""
+    """Makes submissions of prompts and conversations, and requests of submissions."""
 
     def __init__(
         self,
@@ -40,41 +41,49 @@ class Intake:
         self.default_params = _default_params(files.generation_config)
         self._engine = engine
         self._eos_token_ids = _eos_token_ids(files, tokenizer)
-        self._added = 0
+        self._num_requests = 0
         self._guides: GuideMaker | None = None
 
-    def jobs(self, prompts: Any, sampling_params: Any, priority: Any = None) -> list[Job]:
-        """One job for each prompt."""
+    def submissions(self, prompts: Any, sampling_params: Any, priority: Any = None) -> list[Submission]:
+        """One for each prompt. Raises ValueError for lists of different lengths."""
         listed = _listed_prompts(prompts)
         params, priorities = self._params(sampling_params, len(listed)), self._priorities(priority, len(listed))
-        return [self.job(*each) for each in zip(range(len(listed)), listed, params, priorities, strict=True)]
+        return [self.submission(*each) for each in zip(range(len(listed)), listed, params, priorities, strict=True)]
 
-    def chat_jobs(self, messages: Any, sampling_params: Any, priority: Any = None, **template: Any) -> list[Job]:
-        """One job for each conversation. `template` are options of `Tokenizer.apply_chat_template`."""
+    def chat_submissions(
+        self, messages: Any, sampling_params: Any, priority: Any = None, **template: Any
+    ) -> list[Submission]:
+        """One for each conversation. `template` are options of `Tokenizer.apply_chat_template`."""
         listed = _listed_conversations(messages)
         params, priorities = self._params(sampling_params, len(listed)), self._priorities(priority, len(listed))
         every = zip(range(len(listed)), listed, params, priorities, strict=True)
-        return [self.chat_job(*each, **template) for each in every]
+        return [self.chat_submission(*each, **template) for each in every]
 
-    def job(
+    def submission(
         self, index: int, prompt: Any, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
-    ) -> Job:
-        """Tokenise and check one prompt; what is wrong with it becomes the job's error."""
+    ) -> Submission:
+        """Tokenise and check one prompt; what is wrong with it becomes the submission's error."""
         try:
             text, ids = self._encode(prompt)
             self._check_length(ids)
             params.check_against(self.vocab_size, self._engine.max_logprobs)
             if isinstance(prompt, Mapping):
                 cache_salt = prompt.get("cache_salt", cache_salt)
-            job = Job(index, text, ids, params)
-            job.priority, job.cache_salt = priority, _checked_salt(cache_salt)
-            job.make_guide = self._guide_maker(params)
-            job.bad_words = self._bad_words(params)
+            return Submission(
+                index=index,
+                params=params,
+                prompt=text,
+                prompt_token_ids=ids,
+                priority=priority,
+                cache_salt=_checked_salt(cache_salt),
+                bad_words=self._bad_words(params),
+                make_guide=self._guide_maker(params),
+            )
         except ValueError as error:
-            return Job(index, prompt if isinstance(prompt, str) else None, [], params, str(error))
-        return job
+            text = prompt if isinstance(prompt, str) else None
+            return Submission(index=index, params=params, prompt=text, error=str(error))
 
-    def chat_job(
+    def chat_submission(
         self,
         index: int,
         conversation: Any,
@@ -82,26 +91,30 @@ class Intake:
         priority: int = 0,
         cache_salt: str | None = None,
         **template: Any,
-    ) -> Job:
+    ) -> Submission:
         """The same for one conversation, through the checkpoint's own chat template."""
         if self.tokenizer is None:
             raise ValueError("chat must have a tokenizer, but the model has none; use generate with token ids")
         try:
             ids = self.tokenizer.apply_chat_template(conversation, **template)
         except ValueError as error:
-            return Job(index, None, [], params, str(error))
-        return self.job(index, {"prompt_token_ids": ids}, params, priority, cache_salt)
+            return Submission(index=index, params=params, error=str(error))
+        return self.submission(index, {"prompt_token_ids": ids}, params, priority, cache_salt)
 
-    def start(self, job: Job) -> None:
-        """Give a job its completions, each with a request that the engine can run."""
-        leader = None
-        for index in range(job.params.n):
-            request = self._request(job, index, leader)
-            leader = leader or request
-            job.completion(index, request, self._stream(job.params), self.decode)
+    def start(self, prompt: RunningPrompt, *, streamed: bool) -> None:
+        """Give a prompt its completions, each with a request that the engine can run."""
+        submission = prompt.submission
+        assert prompt.output.metrics is not None
+        first = self._request(submission, 0, streamed=streamed, metrics=prompt.output.metrics)
+        rest = (
+            self._request(submission, index, streamed=streamed, first_sibling=first)
+            for index in range(1, submission.params.n)
+        )
+        for request in (first, *rest):
+            prompt.add(request, self._stream(submission.params), self.decode)
 
     def decode(self, token_id: int) -> str | None:
-        """One token as text, as log-probabilities show it."""
+        """The text of one token, for log-probabilities. None without a tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
 
     def _params(self, given: Any, count: int) -> list[SamplingParams]:
@@ -177,28 +190,23 @@ class Intake:
         maker.make(wanted).mask()  # refuses what is wrong before anything runs
         return lambda: maker.make(wanted)
 
-    def _request(self, job: Job, index: int, leader: Request | None) -> Request:
-        number, self._added = self._added, self._added + 1
-        params, room = job.params, self.max_model_len - len(job.prompt_token_ids)
+    def _request(self, submission: Submission, index: int, **options: Any) -> Request:
+        """The request of completion number `index`. The result shows the metrics of completion 0."""
+        number, self._num_requests = self._num_requests, self._num_requests + 1
+        params, room = submission.params, self.max_model_len - len(submission.prompt_token_ids)
         ends = set(params.stop_tokens) | (set() if params.ignore_eos else self._eos_token_ids)
-        metrics = job.output.metrics
-        assert metrics is not None
-        metrics.num_prompt_tokens = len(job.prompt_token_ids)
         return Request(
             number=number,
-            prompt_token_ids=job.prompt_token_ids,
+            prompt_token_ids=submission.prompt_token_ids,
             params=params,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             seed=_seed(params, index, self._engine.seed, number),
             end_token_ids=frozenset(ends),
-            # the result shows the moments of its first completion
-            metrics=metrics if leader is None else RequestMetrics(metrics.arrival_time),
-            priority=job.priority,
-            cache_salt=job.cache_salt,
-            bad_words=job.bad_words,
-            guide=job.make_guide() if job.make_guide else None,
-            streamed=job.streamed,
-            leader=leader,
+            priority=submission.priority,
+            cache_salt=submission.cache_salt,
+            bad_words=submission.bad_words,
+            guide=submission.make_guide() if submission.make_guide else None,
+            **{"metrics": RequestMetrics(submission.arrival_time), **options},
         )
 
     def _stream(self, params: SamplingParams) -> TextStream:

@@ -1,7 +1,6 @@
 """A completion's text as it grows: detokenising, and ending at a stop string.
 
-Text that may be the beginning of a stop string is held back, so nothing of a stop is ever given out.
-Works on one completion; knows nothing about the engine.
+Text that may be the beginning of a stop string is held back, so no part of a stop string is ever given out.
 """
 
 from typing import Protocol

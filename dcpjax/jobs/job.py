@@ -1,7 +1,4 @@
-"""The loop of a batch job: admit lines while there is room, run a step, write what is finished.
-
-Joins reader, requests, engine and output; knows nothing about signals, terminals or models.
-"""
+"""The loop of a batch job: submit lines while there is room, run a step, write the records of what has finished."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -9,22 +6,22 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dcpjax.api.outputs import RequestOutput
-from dcpjax.jobs.answered import Answered
+from dcpjax.jobs.answered_lines import AnsweredLines
+from dcpjax.jobs.batch_request import BatchRequest, parse_line, read_batch_request, read_custom_id
+from dcpjax.jobs.custom_ids import SeenIds
 from dcpjax.jobs.lines import Line, LineReader
 from dcpjax.jobs.options import BatchOptions
 from dcpjax.jobs.output_file import OutputFile
 from dcpjax.jobs.progress import Progress
 from dcpjax.jobs.record import encode_record, error_record, result_record
-from dcpjax.jobs.seen import Seen
-from dcpjax.openai.request import BatchRequest, parse_record, read_custom_id, read_request
 
-WAIT_SECONDS = 0.2  # for a line from a pipe while nothing runs; a stop is noticed as often
+WAIT_SECONDS = 0.2  # for a line from a pipe while nothing runs, before `stop` is asked again
 LINES_PER_TURN = 512
 MAX_BYTES_IN_FLIGHT = 1 << 28
 
 
-class Completes(Protocol):
-    """What a job needs of an engine. Keys are the job's."""
+class BatchEngineProtocol(Protocol):
+    """What a job needs of an engine. The job chooses the keys."""
 
     def submit(self, key: int, request: BatchRequest) -> None:
         """Queue a request. Raises ValueError for one that cannot be run."""
@@ -42,31 +39,30 @@ class Completes(Protocol):
     def num_unfinished(self) -> int: ...
 
     def stats(self) -> Mapping[str, float]:
-        """For people to look at; `cache_usage` is shown."""
+        """Numbers for the status file and the logs; the live line shows `cache_usage`."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serving:
-    """What holds for every line: the model's name in records, fields of SamplingParams where a line does not say,
-    and the seed of lines without one."""
+class BatchDefaults:
+    """What is the same for every line of a job."""
 
-    model: str
-    defaults: Mapping[str, Any]
-    seed: int
+    model: str  # the model's name in records
+    sampling: Mapping[str, Any]  # fields of SamplingParams for what a line does not say
+    seed: int  # the seeds of lines without one follow from it
 
 
 class BatchJob:
-    """One input, one output, one engine. The files stay others' to close."""
+    """One input, one output, one engine. The caller closes the files."""
 
     def __init__(
         self,
         *,
         lines: LineReader,
         file: OutputFile,
-        answered: Answered,
-        engine: Completes,
-        serving: Serving,
+        answered: AnsweredLines,
+        engine: BatchEngineProtocol,
+        defaults: BatchDefaults,
         options: BatchOptions,
         progress: Progress,
         stop: Callable[[], bool] = lambda: False,
@@ -74,24 +70,24 @@ class BatchJob:
     ) -> None:
         """`stop` is asked before every step and every line."""
         self._lines, self._file, self._answered, self._engine = lines, file, answered, engine
-        self._serving, self._options, self._stop, self._clock = serving, options, stop, clock
-        self._progress, self._tally = progress, progress.tally
-        self._running: dict[int, tuple[BatchRequest, int]] = {}  # by line; with the line's bytes
-        self._bytes = 0  # of the lines that run
-        self._seen = Seen()
+        self._defaults, self._options, self._stop, self._clock = defaults, options, stop, clock
+        self._progress, self._statistics = progress, progress.statistics
+        self._running: dict[int, tuple[BatchRequest, int]] = {}  # by line number; with the line's bytes
+        self._bytes_running = 0  # of the lines that run
+        self._seen_ids = SeenIds()
         self._last_line = 0
 
     def run(self) -> None:
-        """Answer every line, or stop when asked to; `tally.state` tells which. Whatever is raised, nothing runs on."""
-        self._tally.start()
+        """Answer every line, or stop when asked to; `statistics.state` says which. An exception aborts all requests."""
+        self._statistics.start()
         try:
             while not self._is_done():
                 if self._stop():
-                    self._wind_down()
+                    self._finish_running()
                     return
-                self._admit()
-                self._advance()
-            self._finish()
+                self._submit_lines()
+                self._run_step()
+            self._end()
         except BaseException:
             self._engine.abort()
             raise
@@ -99,7 +95,7 @@ class BatchJob:
     def _is_done(self) -> bool:
         return self._lines.ended and not self._running
 
-    def _admit(self) -> None:
+    def _submit_lines(self) -> None:
         for _ in range(LINES_PER_TURN):
             if not self._has_room() or self._stop():
                 return
@@ -107,80 +103,80 @@ class BatchJob:
             if line is None:
                 return
             self._last_line = line.number
-            self._take(line)
+            self._submit(line)
 
     def _has_room(self) -> bool:
-        return len(self._running) < self._options.max_in_flight and self._bytes < MAX_BYTES_IN_FLIGHT
+        return len(self._running) < self._options.max_in_flight and self._bytes_running < MAX_BYTES_IN_FLIGHT
 
-    def _take(self, line: Line) -> None:
-        """Submit a line, or write down what is wrong with it."""
+    def _submit(self, line: Line) -> None:
+        """Submit a line, or write an error record if it cannot be run."""
         if line.is_blank:
-            self._tally.blank += 1
+            self._statistics.blank += 1
             return
         is_answered, custom_id = self._answered.has(line), None
         try:
-            record = parse_record(line, max_line_bytes=self._options.max_line_bytes)
-            custom_id = read_custom_id(record)
-            self._seen.add(custom_id, line.number)
+            entry = parse_line(line, max_line_bytes=self._options.max_line_bytes)
+            custom_id = read_custom_id(entry)
+            self._seen_ids.add(custom_id, line.number)
             if is_answered:
                 return
-            request = self._checked(record, line, custom_id)
+            request = self._read_request(entry, line, custom_id)
             self._engine.submit(line.number, request)
         except (ValueError, RecursionError) as error:
             if not is_answered:
-                self._refuse(line, custom_id, error)
+                self._write_error(line, custom_id, error)
         else:
             self._running[line.number] = request, line.size
-            self._bytes += line.size
+            self._bytes_running += line.size
 
-    def _checked(self, record: Mapping[str, Any], line: Line, custom_id: str | None) -> BatchRequest:
-        defaults, seed = self._serving.defaults, self._serving.seed
-        return read_request(record, line, custom_id=custom_id, defaults=defaults, seed=seed)
+    def _read_request(self, entry: Mapping[str, Any], line: Line, custom_id: str | None) -> BatchRequest:
+        sampling, seed = self._defaults.sampling, self._defaults.seed
+        return read_batch_request(entry, line, custom_id=custom_id, defaults=sampling, seed=seed)
 
-    def _advance(self) -> None:
+    def _run_step(self) -> None:
         if self._running:
             assert self._engine.num_unfinished, "the engine has lost requests"
             for number, output in self._engine.advance():
-                self._write(number, output)
-            self._tally.engine = self._engine.stats()
+                self._write_result(number, output)
+            self._statistics.engine = self._engine.stats()
         self._file.sync_when_due()
-        self._tally.running = len(self._running)
+        self._statistics.running = len(self._running)
         self._progress.update()
 
-    def _write(self, number: int, output: RequestOutput) -> None:
+    def _write_result(self, number: int, output: RequestOutput) -> None:
         request, size = self._running.pop(number)
-        self._bytes -= size
-        record = result_record(request, output, model=self._serving.model, created=int(time.time()))
+        self._bytes_running -= size
+        record = result_record(request, output, model=self._defaults.model, created=int(time.time()))
         self._file.append(encode_record(record))
-        self._tally.written += 1
-        self._tally.take(output)
+        self._statistics.written += 1
+        self._statistics.add_tokens(output)
         if record["error"]:
-            self._note(number, record["error"])
+            self._report_error(number, record["error"])
 
-    def _refuse(self, line: Line, custom_id: str | None, error: Exception) -> None:
+    def _write_error(self, line: Line, custom_id: str | None, error: Exception) -> None:
         message = "a line must be JSON, but is nested too deep" if isinstance(error, RecursionError) else str(error)
         code = getattr(error, "code", "invalid_request")
         record = error_record(line.number, line.fingerprint, custom_id, message=message, code=code)
         self._file.append(encode_record(record))
-        self._tally.written += 1
-        self._note(line.number, record["error"])
+        self._statistics.written += 1
+        self._report_error(line.number, record["error"])
 
-    def _note(self, line: int, error: Mapping[str, Any]) -> None:
-        self._tally.take_error(line, error["message"])
-        self._progress.note_error(line, error["code"], error["message"])
+    def _report_error(self, line: int, error: Mapping[str, Any]) -> None:
+        self._statistics.add_error(line, error["message"])
+        self._progress.report_error(line, error["code"], error["message"])
 
-    def _wind_down(self) -> None:
-        """Finish what runs within the grace period, drop the rest."""
-        self._tally.state, end = "stopping", self._clock() + self._options.grace_seconds
+    def _finish_running(self) -> None:
+        """Let running requests finish within the grace period, then drop the rest."""
+        self._statistics.state, end = "stopping", self._clock() + self._options.grace_seconds
         while self._running and self._clock() < end:
-            self._advance()
+            self._run_step()
         self._engine.abort()
         self._file.sync()
-        self._tally.state = "stopped"
+        self._statistics.state = "stopped"
 
-    def _finish(self) -> None:
+    def _end(self) -> None:
         self._answered.check_length(self._last_line)
         self._file.sync()
         if self._options.ordered:
-            self._file.order()
-        self._tally.total, self._tally.state = self._tally.done, "finished"
+            self._file.sort_by_line()
+        self._statistics.total, self._statistics.state = self._statistics.done, "finished"

@@ -1,7 +1,6 @@
 """Lines of the input, one at a time, with a number and a fingerprint each.
 
-Holds at most one line and never more of it than the cap, whatever the file holds. Works on bytes; knows nothing
-about JSON or requests.
+Holds at most one line in memory, and of a line over the cap no more than the cap.
 """
 
 import codecs
@@ -34,13 +33,13 @@ class Line:
 
 
 class LineReader:
-    """Reads a file descriptor that others own. `name` is what errors call it."""
+    """Reads a file descriptor and leaves it open. `name` is what errors call it."""
 
     def __init__(self, file: int, *, name: str, max_line_bytes: int) -> None:
         self._file, self._name, self._max_line_bytes = file, name, max_line_bytes
         self._buffer = bytearray()
-        self._searched = 0  # bytes of the buffer that are known to hold no line feed
-        self._dropped = 0  # bytes of the current line, over the cap, that are no longer in the buffer
+        self._searched = 0  # leading bytes of the buffer without a line feed
+        self._dropped = 0  # bytes of a line over the cap that were hashed and dropped
         self._hash = blake2b(digest_size=FINGERPRINT_BYTES)
         self._number = 0
         self._at_end = False
@@ -51,16 +50,16 @@ class LineReader:
         return self._at_end and not self._buffer and not self._dropped
 
     def read(self, *, wait_seconds: float | None = None) -> Line | None:
-        """The next line, or None: there is none left, or (see `ended`) none came within `wait_seconds`.
+        """The next line; None at the end of the input (see `ended`) or if none came within `wait_seconds`.
 
         Raises ValueError if the input is UTF-16.
         """
         while not self.ended:
             end = self._buffer.find(b"\n", self._searched)
             if end >= 0 or self._at_end:
-                return self._take(end if end >= 0 else len(self._buffer))
+                return self._pop_line(end if end >= 0 else len(self._buffer))
             self._searched = len(self._buffer)
-            self._drop_what_is_over()
+            self._drop_over_cap()
             if wait_seconds is not None and not select.select([self._file], [], [], wait_seconds)[0]:
                 return None
             self._fill()
@@ -77,15 +76,15 @@ class LineReader:
                 f"use iconv -f UTF-16 -t UTF-8 {self._name}"
             )
 
-    def _drop_what_is_over(self) -> None:
+    def _drop_over_cap(self) -> None:
         if self._dropped or len(self._buffer) > self._max_line_bytes:
             self._hash.update(self._buffer)
             self._dropped += len(self._buffer)
             self._buffer.clear()
             self._searched = 0
 
-    def _take(self, end: int) -> Line:
-        """The line whose last bytes are the buffer's first `end`."""
+    def _pop_line(self, end: int) -> Line:
+        """The line that ends after the buffer's first `end` bytes."""
         data = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
         self._hash.update(data)

@@ -1,10 +1,9 @@
-"""What a user chooses about a batch job, checked before any file is opened. Knows no files and no engine."""
+"""Options of a batch job, checked before any file is opened."""
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from dcpjax.api.sampling_params import check_option_names
+from dcpjax.api.checks import check_bool, check_choice, check_seconds, check_size, from_options
 
 Fsync = Literal["always", "interval", "never"]
 
@@ -14,19 +13,19 @@ class BatchOptions:
     """How a batch job treats its files.
 
     Args:
-        resume: go on where an earlier run into the same output stopped; starts afresh if there is none.
-        overwrite: throw away what the output holds.
+        resume: continue where an earlier run into the same output stopped; starts anew if there was none.
+        overwrite: throw away what the output file holds.
         retry_errors: with `resume`: run again the lines whose record is an error.
-        ordered: once all lines are done, sort the output by input line. Until then records stand in the order
-            in which they were finished, so that none waits for another.
+        ordered: once all lines are done, sort the output by input line. Until then records are in the order
+            in which requests finished.
         fsync: when records are forced to the disk: "always" after each one, "interval" once a second, "never"
-            leaves it to the system. A killed process loses nothing either way; a power failure may.
-        grace_seconds: how long after Ctrl-C or SIGTERM running requests may go on; 0 drops them at once.
-        max_line_bytes: longer lines become error records; more of a line is never held.
-        max_in_flight: most requests that are read ahead of the output, and so are computed again after a crash.
+            leaves it to the system. A killed process loses nothing either way; a power failure may lose records.
+        grace_seconds: how long running requests may continue after Ctrl-C or SIGTERM; 0 drops them at once.
+        max_line_bytes: longer lines become error records and are never held in memory.
+        max_in_flight: most requests in the engine at once; after a crash at most these are computed again.
 
     Raises:
-        ValueError: a value out of its range, or two that contradict, named in backticks.
+        ValueError: a value out of its range, or two that contradict each other; names are in backticks.
     """
 
     resume: bool = False
@@ -40,13 +39,11 @@ class BatchOptions:
 
     def __post_init__(self) -> None:
         for name in ("resume", "overwrite", "retry_errors", "ordered"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}` must be True or False, but is {getattr(self, name)!r}")
-        if self.fsync not in get_args(Fsync):
-            raise ValueError(f"`fsync` must be one of {', '.join(get_args(Fsync))}, but is {self.fsync!r}")
-        _at_least("max_line_bytes", self.max_line_bytes, 2)  # an empty object
-        _at_least("max_in_flight", self.max_in_flight, 1)
-        _seconds("grace_seconds", self.grace_seconds)
+            check_bool(f"`{name}`", getattr(self, name))
+        check_choice("`fsync`", self.fsync, get_args(Fsync))
+        check_size("`max_line_bytes`", self.max_line_bytes, 2)  # an empty object
+        check_size("`max_in_flight`", self.max_in_flight)
+        check_seconds("`grace_seconds`", self.grace_seconds)
         if self.resume and self.overwrite:
             raise ValueError("`resume` must not come with `overwrite`, which throws away what is done; remove one")
         if self.retry_errors and not self.resume:
@@ -55,15 +52,4 @@ class BatchOptions:
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> "BatchOptions":
         """Build from keyword options, refusing an unknown one by name with the nearest valid one."""
-        check_option_names(options, [field.name for field in fields(cls)])
-        return cls(**options)
-
-
-def _at_least(name: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"`{name}` must be an integer of at least {low}, but is {value!r}; use {low} or more")
-
-
-def _seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"`{name}` must be a number of seconds, at least 0, but is {value!r}; use 0 or more")
+        return from_options(cls, options)

@@ -1,36 +1,37 @@
-"""A batch job from its files' names: open them, see what is done, open the model, run the loop, close.
+"""A batch job from the names of its files: open them, see what is done, open the model, run the loop, close.
 
-The model is opened last, and not at all if every line has its answer. Knows nothing about the command line.
+The model is opened last, and not at all if every line is answered already.
 """
 
 import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from dcpjax.api.checks import check_option_names, option_names
 from dcpjax.api.config import EngineConfig
-from dcpjax.api.sampling_params import SamplingParams, check_option_names
-from dcpjax.jobs.answered import Answered, survey
-from dcpjax.jobs.job import BatchJob, Completes, Serving
+from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.jobs.answered_lines import AnsweredLines, count_lines
+from dcpjax.jobs.job import BatchDefaults, BatchEngineProtocol, BatchJob
 from dcpjax.jobs.lines import LineReader
 from dcpjax.jobs.options import BatchOptions
 from dcpjax.jobs.output_file import OutputFile, open_output
 from dcpjax.jobs.progress import Progress
+from dcpjax.jobs.statistics import JobStatistics
 from dcpjax.jobs.status_file import StatusFile
-from dcpjax.jobs.tally import Tally
 
 STANDARD_INPUT = 0
 
-# Gives the engine and, as fields of SamplingParams, what the model asks for where neither line nor user says.
-OpenEngine = Callable[[], tuple[Completes, Mapping[str, Any]]]
+# Returns the engine, and the fields of SamplingParams that the model sets for what neither line nor user says.
+OpenEngine = Callable[[], tuple[BatchEngineProtocol, Mapping[str, Any]]]
 Path = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFiles:
-    """Names of files. `input` may be "-"; `status` tells other programs how far the job is."""
+    """Names of files. `input` may be "-", standard input; `status` is written for other programs to read."""
 
     input: Path
     output: Path
@@ -45,18 +46,18 @@ def run_batch(
     status_file: Path | None = None,
     progress: bool = True,
     **options: Any,
-) -> Tally:
-    """Answer every line of a JSONL file in the form of OpenAI's batches, and tell what was done.
+) -> JobStatistics:
+    """Answer every line of a JSONL file of requests, in the form of OpenAI's batch files. Returns what was done.
 
-    `options` are those of `BatchOptions`, `EngineConfig` and `SamplingParams`; the last hold for lines that do not
-    say otherwise. Each line gives one record: its result, or an error. The output holds whole records at every
-    moment, so that `resume=True` can go on after whatever happened.
+    `options` are those of `BatchOptions`, `EngineConfig` and `SamplingParams`; the last are defaults for lines that do
+    not say otherwise. Each line gives one record: its result, or an error. The output holds whole records at every
+    moment, so that `resume=True` can continue after any interruption.
 
     Raises:
         ValueError: a mistake in the options, or an output that exists without `resume` or `overwrite`.
         OutputError: the output cannot be written; what is done is kept.
     """
-    names = {kind: [field.name for field in fields(kind)] for kind in (BatchOptions, EngineConfig, SamplingParams)}
+    names = {kind: option_names(kind) for kind in (BatchOptions, EngineConfig, SamplingParams)}
     check_option_names(options, [name for listed in names.values() for name in listed])
     batch, engine, sampling = (
         {name: value for name, value in options.items() if name in listed} for listed in names.values()
@@ -64,44 +65,47 @@ def run_batch(
     EngineConfig.from_options(engine)
     SamplingParams.from_options(sampling)
 
-    def open_engine() -> tuple[Completes, Mapping[str, Any]]:
+    def open_engine() -> tuple[BatchEngineProtocol, Mapping[str, Any]]:
         from dcpjax.jobs.batch_engine import open_batch_engine
 
         return open_batch_engine(model, engine, progress=progress)
 
-    tally = Tally()
+    statistics = JobStatistics()
     run_files(
         BatchFiles(input=input, output=output, status=status_file),
         BatchOptions.from_options(batch),
-        Serving(model=os.fspath(model), seed=sampling.pop("seed", None) or 0, defaults=sampling),
+        BatchDefaults(model=os.fspath(model), seed=sampling.pop("seed", None) or 0, sampling=sampling),
         open_engine,
-        tally=tally,
+        statistics=statistics,
         shown=progress,
     )
-    return tally
+    return statistics
 
 
 def run_files(
     files: BatchFiles,
     options: BatchOptions,
-    serving: Serving,
+    defaults: BatchDefaults,
     open_engine: OpenEngine,
     *,
-    tally: Tally,
+    statistics: JobStatistics,
     shown: bool = True,
     json_logs: bool = False,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """What `run_batch` and the command share. Whatever is raised, the output is whole and `tally` tells the rest."""
+    """Run a job; `run_batch` and the command share this.
+
+    Whatever is raised, the output holds whole records and `statistics` says how far the job came.
+    """
     with open_input(files.input) as source, _opened_output(files.output, options, source) as (file, answered):
         _check_status_path(files, file)
-        facts = {"input": os.fspath(files.input), "output": file.path, "model": serving.model}
+        facts = {"input": os.fspath(files.input), "output": file.path, "model": defaults.model}
         status = None if files.status is None else StatusFile(files.status, facts)
-        progress = Progress(tally, shown=shown, json_logs=json_logs, status_file=status)
+        progress = Progress(statistics, shown=shown, json_logs=json_logs, status_file=status)
         try:
-            tally.resumed, tally.resumed_errors = answered.count, answered.errors
-            tally.total = _count(source, files, options, answered)
-            engine, own = (_Idle(), {}) if tally.total == tally.resumed else open_engine()
+            statistics.resumed, statistics.resumed_errors = answered.count, answered.errors
+            statistics.total = _count(source, files, options, answered)
+            engine, own = (_NoEngine(), {}) if statistics.total == statistics.resumed else open_engine()
             if options.overwrite:
                 file.empty()
             BatchJob(
@@ -109,13 +113,13 @@ def run_files(
                 file=file,
                 answered=answered,
                 engine=engine,
-                serving=replace(serving, defaults={**own, **serving.defaults}),
+                defaults=replace(defaults, sampling={**own, **defaults.sampling}),
                 options=options,
                 progress=progress,
                 stop=stop,
             ).run()
         except BaseException:
-            tally.state = "failed"
+            statistics.state = "failed"
             raise
         finally:
             progress.finish(file.path)
@@ -141,7 +145,7 @@ def open_input(path: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _opened_output(path: Path, options: BatchOptions, source: int) -> Iterator[tuple[OutputFile, Answered]]:
+def _opened_output(path: Path, options: BatchOptions, source: int) -> Iterator[tuple[OutputFile, AnsweredLines]]:
     file, answered = open_output(path, options, source=source)
     try:
         yield file, answered
@@ -154,18 +158,18 @@ def _reader(source: int, files: BatchFiles, options: BatchOptions) -> LineReader
     return LineReader(source, name=name, max_line_bytes=options.max_line_bytes)
 
 
-def _count(source: int, files: BatchFiles, options: BatchOptions, answered: Answered) -> int | None:
-    """Lines to answer, checked against the answers; None if the input can be read only once."""
+def _count(source: int, files: BatchFiles, options: BatchOptions, answered: AnsweredLines) -> int | None:
+    """Lines to answer, or None if the input can be read only once. Raises ValueError as `count_lines`."""
     if not stat.S_ISREG(os.fstat(source).st_mode):
         return None
     start = os.lseek(source, 0, os.SEEK_CUR)
     try:
-        return survey(_reader(source, files, options), answered)
+        return count_lines(_reader(source, files, options), answered)
     finally:
         os.lseek(source, start, os.SEEK_SET)
 
 
-class _Idle:
+class _NoEngine:
     """An engine for a job in which nothing is left to run."""
 
     num_unfinished = 0

@@ -1,4 +1,4 @@
-"""The status file: how far a job is, for other programs. Replaced whole, so that a reader never sees half of one."""
+"""The status file: how far a job is, for other programs. It is replaced as a whole, never rewritten in place."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ class StatusFile:
     """One JSON object.
 
     Raises:
-        ValueError: the first write fails. A later one that fails is let go: the job matters more.
+        ValueError: the first write fails. Later failures are ignored: the job goes on without its status.
     """
 
     def __init__(self, path: str | os.PathLike[str], facts: dict[str, Any]) -> None:
@@ -29,13 +29,13 @@ class StatusFile:
             self._write(numbers)
 
     def _write(self, numbers: dict[str, Any]) -> None:
-        beside = f"{self._path}.{os.getpid()}"
+        temporary = f"{self._path}.{os.getpid()}"
         try:
-            with open(beside, "w", encoding="utf-8") as file:
+            with open(temporary, "w", encoding="utf-8") as file:
                 json.dump({**self._facts, "updated": round(time.time(), 3), **numbers}, file, indent=2)
                 file.write("\n")
-            os.replace(beside, self._path)
+            os.replace(temporary, self._path)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(beside)
+                os.unlink(temporary)
             raise

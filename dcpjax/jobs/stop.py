@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM: the first asks the job to stop, the second ends the process at once.
 
-A thread takes the signals, because the main thread may be inside a compilation for minutes. The output needs no
-care for that: it holds whole records at every moment.
+A thread handles the signals, because the main thread may be inside a compilation for minutes. Ending the process there
+is safe: the output holds whole records at every moment.
 """
 
 import contextlib
@@ -17,32 +17,33 @@ from dcpjax.api.progress import CLEAR_LINE
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stop:
-    """Use as a context, in the main thread.
+class StopOnSignal:
+    """A context manager for the main thread.
 
-    Before a job has `asked` for the first time, while a model is loaded, the first signal ends the process too.
+    Until a job has called `requested` for the first time, as while a model is loaded, the first signal ends the
+    process too.
     """
 
     def __init__(self, *, advice: str, leave: Callable[[int], object] = os._exit) -> None:
-        """`advice` tells how to go on later; `leave` gets the exit code."""
+        """`advice` says how to resume and is printed with the last word; `leave` ends the process with an exit code."""
         self.signal: int | None = None
         self._advice, self._leave = advice, leave
-        self._job_asks = False
+        self._job_listens = False
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal, as shells have it."""
+        """128 + the signal, as shells report it."""
         assert self.signal is not None
         return 128 + self.signal
 
-    def asked(self) -> bool:
-        """Whether the job must end. One that calls this is trusted to do so."""
-        self._job_asks = True
+    def requested(self) -> bool:
+        """Whether the job must end. From the first call on, the job is trusted to ask again and to stop."""
+        self._job_listens = True
         return self.signal is not None
 
-    def __enter__(self) -> "Stop":
+    def __enter__(self) -> "StopOnSignal":
         reading, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)  # the interpreter asks for that
+        os.set_blocking(self._writing, False)  # as signal.set_wakeup_fd demands
         self._watcher = threading.Thread(target=self._watch, args=(reading,), daemon=True)
         self._watcher.start()
         self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
@@ -60,11 +61,11 @@ class Stop:
         """Each signal arrives as a byte; the end of the pipe is the end of the context."""
         while received := os.read(reading, 1):
             if received[0] in SIGNALS:
-                self._take(received[0])
+                self._handle(received[0])
         os.close(reading)
 
-    def _take(self, number: int) -> None:
-        if self.signal is not None or not self._job_asks:
+    def _handle(self, number: int) -> None:
+        if self.signal is not None or not self._job_listens:
             _say(f"stopped. {self._advice}")
             self._leave(128 + number)
         else:

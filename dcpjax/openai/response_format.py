@@ -1,18 +1,14 @@
-"""How the bodies of OpenAI and vLLM ask for a structure -> arguments of `StructuredOutputsParams`.
-
-Knows names and mappings; knows nothing about grammars or tokens.
-"""
+"""The options of a request body that demand a structure -> arguments of `StructuredOutputsParams`."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
-from dcpjax.api.sampling_params import check_option_names
+from dcpjax.api.checks import check_option_names, option_names
 from dcpjax.api.structured_outputs import StructuredOutputsParams
 
-KINDS = tuple(field.name for field in fields(StructuredOutputsParams))
+STRUCTURES = tuple(option_names(StructuredOutputsParams))
 RESPONSE_FORMATS = ("text", "json_object", "json_schema")
-# What a request's body may ask with, under the names of OpenAI and vLLM.
+# The options that demand a structure, of OpenAI and of vLLM.
 BODY_OPTIONS = (
     "response_format",
     "structured_outputs",
@@ -26,7 +22,7 @@ BODY_OPTIONS = (
 def from_response_format(value: Mapping[str, Any]) -> dict[str, Any]:
     """The `response_format` of OpenAI's API as keyword arguments of StructuredOutputsParams; none for plain text.
 
-    A schema is always followed, whether or not `strict` is set. Raises ValueError for an unknown form.
+    A schema is always enforced, whether or not `strict` is set. Raises ValueError for an unknown form.
     """
     kind = _mapping("response_format", value).get("type")
     if kind not in RESPONSE_FORMATS:
@@ -40,7 +36,7 @@ def from_response_format(value: Mapping[str, Any]) -> dict[str, Any]:
 def from_body(body: Mapping[str, Any]) -> dict[str, Any]:
     """Whichever of `BODY_OPTIONS` a request's body holds, as keyword arguments of StructuredOutputsParams.
 
-    Nulls count as absent. Raises ValueError for an unknown form, or when two options ask for something.
+    Nulls count as absent. Raises ValueError for an unknown form, or if two options demand a structure.
     """
     asked = {name: _body_option(name, body[name]) for name in BODY_OPTIONS if body.get(name) is not None}
     asked = {name: options for name, options in asked.items() if options}
@@ -54,7 +50,7 @@ def _body_option(name: str, value: Any) -> dict[str, Any]:
         return from_response_format(value)
     if name == "structured_outputs":
         options = {key: option for key, option in _mapping(name, value).items() if option is not None}
-        check_option_names(options, KINDS)
+        check_option_names(options, STRUCTURES)
         return options
     return {name.removeprefix("guided_"): value}
 

@@ -1,1 +1,5 @@
-"""What fits on which layout and how fast it can be: from the config alone, from a checkpoint's headers, or measured."""
+"""Which layouts a model can run on and how fast: planned from its config, inspected in its files, or measured.
+
+Knows configs, layouts and published peak rates; `measure` also runs the engine's `Runner`. Knows nothing about text or
+command-line flags.
+"""

@@ -1,13 +1,10 @@
-"""The shortest time a decode step can take on given hardware: bytes, operations and exchanges over published peaks.
+"""The lower bound ("floor") of a decode step's time: bytes, operations and exchanges divided by published peaks.
 
-A floor and no forecast. It leaves out kernels that reach less than the peak, launches, sampling, scheduling, and a
-network slower than the links within one machine; memory and arithmetic overlap wholly, exchanges with nothing. One
-thing is an expectation instead: tokens choose their experts independently and evenly, which says how many are read.
+Not a forecast. It leaves out kernels that reach less than the peak, launches, sampling, scheduling, and a network
+slower than the links within one machine. Memory traffic and arithmetic overlap completely, exchanges with neither.
+The number of experts read is an expected value: tokens are assumed to choose experts independently and evenly.
 
-Exchanges are float32, as the engine's are, and counted as what each device must send at least:
-
-    all-gather      (n - 1) x own part          all-to-all   (n - 1) / n x own input
-    reduce-scatter  (n - 1) / n x own input     all-reduce   2 (n - 1) / n x own input
+Exchanges are float32, as the engine's are; `sharding.merge_cost` counts what each device must send at least.
 """
 
 from collections.abc import Callable
@@ -16,17 +13,16 @@ from dataclasses import dataclass
 from dcpjax.models.config import ModelConfig
 from dcpjax.planning.hardware import Hardware
 from dcpjax.planning.sizes import abstract_place, local_shape, part_bytes, weight_parts
+from dcpjax.sharding.merge_cost import Merge, MergeSize, send, sends
 from dcpjax.sharding.mesh import Layout
-
-FLOAT32 = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """What a layer's attention sends over `dcp` for each query token."""
+    """What each device sends over `dcp` in the attention of one layer, for each query token."""
 
-    query_bytes: float  # the gather of the queries
-    merge_bytes: float  # the merge of the partials by their lse
+    query_bytes: float  # to gather the queries
+    merge_bytes: float  # to merge the partials
     collectives: int
 
     @property
@@ -34,24 +30,17 @@ class Exchange:
         return self.query_bytes + self.merge_bytes
 
 
-def exchange(config: ModelConfig, layout: Layout, merge: str, *, replicate_q: bool = False) -> Exchange:
+def exchange(config: ModelConfig, layout: Layout, merge: Merge, *, replicate_q: bool = False) -> Exchange:
     """Per device, layer and query token; from the shapes in `gqa`, `mla` and `merge`."""
-    ranks, heads = layout.dcp, config.num_heads // layout.tp
+    ranks = layout.dcp
     if ranks == 1:
         return Exchange(query_bytes=0, merge_bytes=0, collectives=0)
     query, value, features = _widths(config, layout)
-    part = (ranks - 1) / ranks * FLOAT32  # of a value that a reduce-scatter or an all-to-all takes in
-    every_lse = heads * (ranks - 1) * FLOAT32
-    packs = heads % ranks == 0 and features == heads * value
-    merge_bytes, collectives = {
-        "ag_rs": (every_lse + features * part, 2),
-        "a2a": (heads * (value + 1) * part, 1) if packs else (features * part + every_lse, 2),
-        "psum": (2 * heads * (value + 2) * part, 3),
-    }[merge]
+    merging = sends(merge, MergeSize(1, config.num_heads // layout.tp, value, features, ranks))
     return Exchange(
-        query_bytes=0 if replicate_q else query * part,
-        merge_bytes=merge_bytes,
-        collectives=collectives + (not replicate_q),
+        query_bytes=0 if replicate_q else send("all_gather", query // ranks, ranks).bytes,
+        merge_bytes=sum(one.bytes for one in merging),
+        collectives=len(merging) + (not replicate_q),
     )
 
 
@@ -66,16 +55,16 @@ def _widths(config: ModelConfig, layout: Layout) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What a decode step costs each device, by what it grows with."""
+    """What a decode step costs each device: parts per step, per request and per token of context."""
 
-    weight_bytes: int  # once a step
-    expert_bytes: int  # once a step, if every expert is chosen
-    experts_chosen: float  # share of the experts that one token visits; 0 without experts
+    weight_bytes: int  # read once per step, without routed experts
+    expert_bytes: int  # of all routed experts; read once per step if every expert is chosen
+    experts_chosen: float  # share of the experts that one token is routed to; 0 without experts
     kv_bytes: float  # per token of context
     weight_flops: float  # per request
     kv_flops: float  # per token of context
     exchange_bytes: float  # per request
-    collectives: int  # once a step
+    collectives: int  # per step
     dtype: str
     kv_dtype: str
 
@@ -87,17 +76,17 @@ def step_cost(
     dtype: str,
     kv_dtype: str,
     kv_bytes: float,
-    merge: str,
+    merge: Merge,
     replicate_q: bool = False,
 ) -> StepCost:
-    """`kv_bytes` per token and device, as the cache stores them: each rank reads all of its own part."""
+    """The cost of a step with these dtypes and this merge; `kv_bytes` are those of one token on one device."""
     place, moe = abstract_place(layout, replicate_q=replicate_q), config.moe
     chosen = moe.experts_per_token / moe.experts if moe else 0.0
     read = {"once": 0, "experts": 0}
     flops = 0.0
     for part, count in weight_parts(config, layout, dtype).items():
         kind, spec = part
-        if kind == "embedding" and not config.tie_word_embeddings:  # a row per request, not the table
+        if kind == "embedding" and not config.tie_word_embeddings:  # one row is read per request, not the table
             continue
         read["experts" if kind == "experts" else "once"] += count * part_bytes(part, place, dtype, config)
         if len(spec.axes) > 1:
@@ -121,27 +110,27 @@ def step_cost(
 
 
 def _attention_flops(config: ModelConfig, layout: Layout) -> float:
-    """Scores and weighted values of one query against one token, all layers, over the ranks that share the work."""
+    """Per device: the scores and the weighted sum of one query against one cached token, in all layers."""
     mla = config.mla
     widths = 2 * config.head_dim if mla is None else mla.cached_dim + mla.latent_rank
     return 2 * config.num_layers * config.num_heads * widths / layout.devices
 
 
-def _whole_exchange(config: ModelConfig, layout: Layout, merge: str, replicate_q: bool) -> tuple[float, int]:
-    """Bytes per request and collectives of a step: attention over dcp; over the pool two all-reduces of the hidden
-    state a layer, one of the embedding, and the gather of the logits."""
+def _whole_exchange(config: ModelConfig, layout: Layout, merge: Merge, replicate_q: bool) -> tuple[float, int]:
+    """Bytes per request, and collectives per step: attention over dcp; over all devices two all-reduces of the hidden
+    state per layer, one of the embedding, and the gather of the logits."""
     devices, layers = layout.devices, config.num_layers
     if devices == 1:
         return 0.0, 0
     own = exchange(config, layout, merge, replicate_q=replicate_q)
-    others = (devices - 1) / devices * FLOAT32
-    pool = others * (2 * (2 * layers + 1) * config.hidden_size + config.vocab_size)
-    return layers * own.bytes + pool, layers * (own.collectives + 2) + 2
+    hidden = send("all_reduce", config.hidden_size, devices).bytes
+    logits = send("all_gather", config.vocab_size / devices, devices).bytes
+    return layers * own.bytes + (2 * layers + 1) * hidden + logits, layers * (own.collectives + 2) + 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """The least seconds of one decode step. Floors only: see the module."""
+    """Lower bounds of one decode step; see the file's docstring for what they leave out."""
 
     requests: int
     memory_seconds: float
@@ -159,7 +148,7 @@ class Floor:
 
 
 def floor(cost: StepCost, hardware: Hardware, requests: int, context: float) -> Floor:
-    """One new token for each of `requests`, each with `context` tokens in the cache."""
+    """A step that generates one token for each of `requests`, each with `context` tokens in the cache."""
     read_experts = cost.expert_bytes * (1 - (1 - cost.experts_chosen) ** requests)
     tokens = requests * context
     return Floor(
@@ -173,8 +162,11 @@ def floor(cost: StepCost, hardware: Hardware, requests: int, context: float) -> 
 
 
 def smallest(holds: Callable[[int], bool], most: int) -> int | None:
-    """The smallest number from 1 to `most` that holds; None if none does. What holds, holds for what follows."""
-    low, high = 0, 1  # `low` does not hold
+    """The smallest number from 1 to `most` for which `holds` is true; None if there is none.
+
+    `holds` must be monotonic: true for every number above one for which it is true.
+    """
+    low, high = 0, 1  # `holds(low)` is false
     while not holds(min(high, most)):
         if high >= most:
             return None

@@ -1,6 +1,6 @@
-"""What an accelerator can do at most, from its maker's datasheet, and how a user writes another one down.
+"""Peak rates of accelerators from their makers' datasheets, and the parser for a user's own numbers.
 
-Numbers only; imports nothing heavy. Every rate is a peak, so every time made from it is a floor.
+Every rate is a peak, so every time computed from it is a lower bound.
 """
 
 import difflib
@@ -19,25 +19,25 @@ LATENCY = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Peaks of one device. `link` counts one direction, all ports together."""
+    """Peak rates of one device. `link` counts one direction, all ports together."""
 
     name: str
     memory: float  # bytes
     bandwidth: float  # bytes per second
     link: float  # bytes per second
-    latency: float = LATENCY  # seconds a collective takes however small it is
+    latency: float = LATENCY  # seconds that a collective takes, however little it sends
     flops: float = math.inf  # per second, dense bfloat16
-    fp8_flops: float = 0.0  # 0: those of bfloat16
-    fp4_flops: float = 0.0  # 0: those of fp8
-    shared: bool = False  # True: all devices are parts of one machine, whose numbers these are
+    fp8_flops: float = 0.0  # 0: the same as `flops`
+    fp4_flops: float = 0.0  # 0: the same as `fp8_flops`
+    shared: bool = False  # True: these are the numbers of a whole machine, which all devices share
 
     def peak(self, dtype: str) -> float:
-        """Most multiplications and additions per second on operands of this dtype."""
+        """Peak multiplications and additions per second with operands of this dtype."""
         fp8 = self.fp8_flops or self.flops
         return {"fp8": fp8, "nvfp4": self.fp4_flops or fp8}.get(dtype, self.flops)
 
     def part(self, devices: int) -> "Hardware":
-        """One of `devices` virtual devices where they share a machine, else this device."""
+        """One of `devices` devices: an equal part of a shared machine, else this device unchanged."""
         if not self.shared:
             return self
         return replace(
@@ -52,7 +52,7 @@ class Hardware:
 
 
 def _host_memory() -> float:
-    """Bytes of this machine, without a limit where the system does not tell."""
+    """Bytes of memory of this machine; infinity if the system does not tell."""
     try:
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):  # Windows has no sysconf
@@ -94,10 +94,10 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
 def find_hardware(text: str) -> Hardware:
-    """`b200`, `b200,memory=192GB` or `memory=180GB,bandwidth=8TB/s,link=900GB/s`.
+    """Parse `b200`, `b200,memory=192GB` or `memory=180GB,bandwidth=8TB/s,link=900GB/s`.
 
-    Sizes end in B, KB ... PB or KiB ... PiB, latency in s, ms, us or ns; a number alone is bytes or seconds.
-    Raises ValueError naming what is unknown, missing or no number.
+    Units of sizes are B, KB ... PB and KiB ... PiB, units of latency s, ms, us and ns; a bare number is in bytes or
+    seconds. Raises ValueError for an unknown name, a missing number or one that cannot be read.
     """
     first, *rest = [part.strip() for part in text.split(",")]
     named, settings = (None, [first, *rest]) if "=" in first else (_named(first), rest)
@@ -136,7 +136,7 @@ def _setting(text: str) -> tuple[str, float]:
 
 
 def quantity(text: str) -> float | None:
-    """`180GB`, `8TB/s`, `95GiB`, `2250TFLOPS` or a plain number; None where it is none of them."""
+    """Parse `180GB`, `8TB/s`, `95GiB`, `2250TFLOPS` or a plain number; None for anything else."""
     match = _QUANTITY.fullmatch(text)
     try:
         number = float(match[1]) if match else None

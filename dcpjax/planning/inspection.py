@@ -1,7 +1,4 @@
-"""What is in a model, from its configs and the headers of its files: no weight is read, no device is asked.
-
-Knows files, configs and layouts; knows nothing about machines, see `planner` for those.
-"""
+"""What a model consists of, from its configs and the headers of its files. No weight is read, no device is used."""
 
 import difflib
 import math
@@ -12,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from dcpjax.api.sampling_params import SamplingParams
-from dcpjax.checkpoint.gguf_file import GGUFHeader, read_header
-from dcpjax.checkpoint.hub import ALIASES, HUB_ID, hub_library, not_given, read_json
+from dcpjax.checkpoint.gguf_header import GGUFHeader, read_header
+from dcpjax.checkpoint.hub import ALIASES, HUB_ID, hub_error, hub_library, read_json
+from dcpjax.checkpoint.model_config import resolve_dtype
 from dcpjax.checkpoint.model_files import ModelFiles, open_model
 from dcpjax.checkpoint.presets import PRESETS
 from dcpjax.checkpoint.weight_files import SafetensorsSource
 from dcpjax.models.config import ModelConfig, from_hf
 from dcpjax.planning.sizes import ONE, block_bytes, weight_parts
-from dcpjax.runtime.runner import resolve_dtype
 from dcpjax.sharding.mesh import Layout, legal_layouts
 
 BLOCK = 256  # tokens over which the cache's bytes are counted
@@ -27,7 +24,7 @@ BLOCK = 256  # tokens over which the cache's bytes are counted
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """Tensors of one dtype in the files."""
+    """Number and bytes of the tensors of one dtype in the files."""
 
     tensors: int = 0
     bytes: int = 0
@@ -38,33 +35,33 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    kind: str  # as the file names it
-    size: int  # tokens, the added ones too
+    kind: str  # the file's own name for it, such as BPE
+    size: int  # number of tokens, added tokens included
     chat_template: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What is known of a model without its weights."""
+    """What is known about a model without reading its weights."""
 
     model: str
     config: ModelConfig
-    stored: Mapping[str, Stored] | None  # by dtype; None: there are no files
+    stored: Mapping[str, Stored] | None  # by dtype; None: there are no weight files
     quantisation: str | None
-    vocabulary: Vocabulary | None  # None: there is no tokenizer
-    generation: Mapping[str, Any]  # what generation_config.json asks of sampling
+    vocabulary: Vocabulary | None  # None: the model has no tokenizer
+    generation: Mapping[str, Any]  # sampling parameters of generation_config.json
     end_tokens: Sequence[int]
     parameters: int
-    parameters_per_token: int  # that one token meets: of the experts, those it is routed to
-    kv_dtype: str  # the engine's choice
-    kv_bytes_per_token: int  # stored once, all layers
-    layouts: Mapping[int, Sequence[Layout]]  # devices -> legal ones, by rising dcp
+    parameters_per_token: int  # those that one token uses: of the experts, only those it is routed to
+    kv_dtype: str  # what the engine would choose
+    kv_bytes_per_token: int  # of all layers, for a single copy
+    layouts: Mapping[int, Sequence[Layout]]  # number of devices -> legal layouts, by rising dcp
 
 
 def inspect_model(model: str, devices: Sequence[int] = (1, 2, 4, 8)) -> Inspection:
-    """Look at a folder, a .gguf file, an alias, a preset or a hub id. Raises ValueError where there is none.
+    """Inspect a folder, a .gguf file, an alias, a preset or a hub id. Raises ValueError if there is no such model.
 
-    Of a hub id only JSON files, chat templates and the headers of its weights are fetched.
+    For a hub id only JSON files, chat templates and the headers of the weight files are fetched.
     """
     is_hub = bool(HUB_ID.fullmatch(model)) and not os.path.exists(model)
     _check_known(model, is_hub)
@@ -73,7 +70,7 @@ def inspect_model(model: str, devices: Sequence[int] = (1, 2, 4, 8)) -> Inspecti
     config = from_hf(raw)
     header = read_header(files.path) if files.path.is_file() else None
     stored = _stored(files.path, header, model if is_hub else None)
-    whole, met = count_parameters(config)
+    parameters, per_token = count_parameters(config)
     kv_dtype = resolve_dtype("auto", config)
     return Inspection(
         model=model,
@@ -83,8 +80,8 @@ def inspect_model(model: str, devices: Sequence[int] = (1, 2, 4, 8)) -> Inspecti
         vocabulary=_folder_vocabulary(files.path) if header is None else _gguf_vocabulary(header),
         generation=_generation(files),
         end_tokens=_end_tokens(files),
-        parameters=whole,
-        parameters_per_token=met,
+        parameters=parameters,
+        parameters_per_token=per_token,
         kv_dtype=kv_dtype,
         kv_bytes_per_token=block_bytes(config, ONE, BLOCK, kv_dtype) // BLOCK,
         layouts={count: _layouts(count, config) for count in devices},
@@ -92,14 +89,14 @@ def inspect_model(model: str, devices: Sequence[int] = (1, 2, 4, 8)) -> Inspecti
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """All of them, and those that one token meets."""
-    whole, idle = 0, 0
+    """(all parameters, those that one token uses)."""
+    total, unused = 0, 0
     for (kind, spec), count in weight_parts(config, ONE, "bfloat16").items():
         size = count * math.prod(spec.checkpoint_shape)
-        whole += size
+        total += size
         if kind == "experts" and config.moe is not None:
-            idle += size // config.moe.experts * (config.moe.experts - config.moe.experts_per_token)
-    return whole, whole - idle
+            unused += size // config.moe.experts * (config.moe.experts - config.moe.experts_per_token)
+    return total, total - unused
 
 
 def _check_known(model: str, is_hub: bool) -> None:
@@ -114,13 +111,16 @@ def _check_known(model: str, is_hub: bool) -> None:
 
 
 def _layouts(devices: int, config: ModelConfig) -> list[Layout]:
-    if config.mla is not None and config.num_heads % devices:  # a device holds whole heads of latent attention
+    if config.mla is not None and config.num_heads % devices:  # latent attention needs whole heads on each device
         return []
     return legal_layouts(devices, config.num_heads, config.cache_heads)
 
 
 def _unquantised(config: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """The config as if its weights were plain, and what they are; whether the engine can run them is not judged."""
+    """(config without its quantisation, description of the quantisation or None).
+
+    Whether the engine can run the quantised weights is not checked.
+    """
     text = config.get("text_config")
     if isinstance(text, dict):
         plain, found = _unquantised(text)
@@ -147,7 +147,7 @@ def _stored(path: Path, header: GGUFHeader | None, hub_id: str | None) -> dict[s
 
 
 def _total(tensors: Iterable[tuple[str, int]]) -> dict[str, Stored]:
-    """(dtype, bytes) of each tensor -> sums, the largest first."""
+    """Sum up (dtype, bytes) of all tensors by dtype, the most bytes first."""
     found: dict[str, Stored] = {}
     for dtype, size in tensors:
         found[dtype] = found.get(dtype, Stored()) + Stored(tensors=1, bytes=size)
@@ -179,29 +179,29 @@ def _gguf_tensors(header: GGUFHeader) -> Iterable[tuple[str, int]]:
 
 
 def _gguf_quantisation(header: GGUFHeader | None, stored: Mapping[str, Stored] | None) -> str | None:
-    """The form that most bytes have, unless it is plain."""
+    """The type of most of the bytes, unless it is an ordinary float."""
     most = next(iter(stored or {}), "")
     return None if header is None or most in ("", "F32", "F16", "BF16", "F64") else most
 
 
 def _hub_folder(name: str) -> str:
-    """A hub id's configs, tokenizer and whatever of its weights has been fetched before."""
+    """A local folder with a hub id's configs and tokenizer, and any weights that were fetched before."""
     hub = hub_library(name)
     try:
         return hub.snapshot_download(
             name, allow_patterns=["*.json", "*.jinja"], ignore_patterns=["*/*", "consolidated*"]
         )
     except Exception as error:
-        raise not_given(name, error) from error
+        raise hub_error(name, error) from error
 
 
 def _hub_tensors(name: str) -> Iterable[tuple[str, int]]:
-    """The hub sends the first bytes of each file, which say what it holds."""
+    """(dtype, bytes) of each tensor, from the headers alone, which the hub sends on their own."""
     hub = hub_library(name)
     try:
         metadata = hub.get_safetensors_metadata(name)
     except Exception as error:
-        raise not_given(name, error) from error
+        raise hub_error(name, error) from error
     for file in metadata.files_metadata.values():
         for tensor in file.tensors.values():
             yield tensor.dtype, tensor.data_offsets[1] - tensor.data_offsets[0]
@@ -224,9 +224,9 @@ def _gguf_vocabulary(header: GGUFHeader) -> Vocabulary | None:
     tokens = header.fields.get("tokenizer.ggml.tokens")
     if tokens is None:
         return None
-    kind, cut = header.fields.get("tokenizer.ggml.model", "unknown"), header.fields.get("tokenizer.ggml.pre")
+    kind, pre_tokenizer = header.fields.get("tokenizer.ggml.model", "unknown"), header.fields.get("tokenizer.ggml.pre")
     return Vocabulary(
-        kind=f"{kind}, {cut}" if cut else kind,
+        kind=f"{kind}, {pre_tokenizer}" if pre_tokenizer else kind,
         size=len(tokens),
         chat_template="tokenizer.chat_template" in header.fields,
     )

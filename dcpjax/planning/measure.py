@@ -1,7 +1,7 @@
-"""Times decode steps and prefill of a model on one layout after the other, as the engine runs them.
+"""Measures decode steps and prefill of a model on one layout after the other.
 
-A step is a whole call of the `Runner`: laying out the batch, the model, choosing greedily, bringing the tokens back.
-Programs are compiled and warm before the clock starts. Knows models and layouts; knows nothing about text or flags.
+A timed step is a whole call of the `Runner`: building the batch, the model, greedy sampling, and copying the tokens to
+the host. Programs are compiled and have run before the clock starts.
 """
 
 import os
@@ -16,19 +16,21 @@ import jax
 import numpy as np
 
 from dcpjax.api.config import EngineConfig
-from dcpjax.api.outputs import RequestMetrics, counted
+from dcpjax.api.outputs import counted
 from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.checkpoint.model_config import read_model_config, resolve_dtype
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduled
-from dcpjax.models.config import ModelConfig, from_hf
+from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.planning.sizes import block_bytes
 from dcpjax.runtime.devices import ensure_devices
-from dcpjax.runtime.runner import Runner, overridden, resolve_dtype
+from dcpjax.runtime.runner import Runner, load_runner
 from dcpjax.sharding.mesh import Layout, check_layout
 
-WARM_UP, PROMPTS = 2, 3  # steps that are not timed; prompts that are
+WARM_UP = 2  # steps that run before the timed ones
+PROMPTS = 3  # prompts that are timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +43,14 @@ class BenchSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Medians of one layout at one batch size."""
+class BenchRow:
+    """Medians for one layout and batch size."""
 
     tp: int
     dcp: int
     batch_size: int
     step_seconds: float
-    prefill_tokens_per_second: float  # of one prompt that runs alone
+    prefill_tokens_per_second: float  # of a single prompt
 
     @property
     def tokens_per_second(self) -> float:
@@ -56,17 +58,17 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
-    """All rows, and what they were measured on."""
+class BenchResult:
+    """The rows of all layouts, and what they were measured on."""
 
     model: str
     machine: str
     dtype: str
     kv_cache_dtype: str
     sizes: BenchSizes
-    rows: tuple[Measured, ...]  # layout after layout
+    rows: tuple[BenchRow, ...]  # layout after layout
 
-    def ratios(self, row: Measured) -> tuple[float, float]:
+    def ratios(self, row: BenchRow) -> tuple[float, float]:
         """Decode and prefill speed over the first layout's, at the same batch size."""
         first = next(one for one in self.rows if one.batch_size == row.batch_size)
         return (
@@ -86,31 +88,34 @@ class Bench:
 
 def bench(
     model: str, layouts: Sequence[Layout], sizes: BenchSizes, options: dict[str, Any], *, progress: bool = False
-) -> Bench:
-    """Measure each layout in turn. Raises ValueError for an illegal one before any weight is read."""
+) -> BenchResult:
+    """Measure each layout in turn; `options` are those of `EngineConfig`.
+
+    Raises ValueError for an illegal layout before any weight is read.
+    """
     files = open_model(model)
-    config = from_hf(overridden(files.config, options.get("hf_overrides") or {}))
+    config = read_model_config(files.config, options.get("hf_overrides"))
     engines = [_engine(config, layout, sizes, options) for layout in layouts]
     ensure_devices(max(layout.devices for layout in layouts))
     runner, rows = None, []
     for engine in engines:
-        del runner  # its weights go before the next layout's come
-        runner = Runner(files, engine, progress=progress)
+        del runner  # frees its weights before the next layout allocates its own
+        runner = load_runner(files, engine, progress=progress)
         rows += _measure(runner, sizes)
     assert runner is not None
-    return Bench(
+    return BenchResult(
         model=model,
-        machine=f"{counted(len(jax.devices()), f'{runner.platform} device')}, {counted(os.cpu_count() or 1, 'core')}, "
-        f"jax {jax.__version__}",
-        dtype=runner.dtype,
-        kv_cache_dtype=runner.kv_dtype,
+        machine=f"{counted(len(jax.devices()), f'{runner.model.platform} device')}, "
+        f"{counted(os.cpu_count() or 1, 'core')}, jax {jax.__version__}",
+        dtype=runner.model.dtype,
+        kv_cache_dtype=runner.model.kv_dtype,
         sizes=sizes,
         rows=tuple(rows),
     )
 
 
 def _engine(config: ModelConfig, layout: Layout, sizes: BenchSizes, options: dict[str, Any]) -> EngineConfig:
-    """The user's options, with a cache that just holds the largest batch unless they say how large."""
+    """The options of one layout. Unless they name a cache size, the cache just holds the largest batch."""
     check_layout(layout, config.num_heads, config.cache_heads, whole_heads=config.mla is not None)
     if sizes.context_length > config.max_position_embeddings:
         raise ValueError(
@@ -139,15 +144,15 @@ def _engine(config: ModelConfig, layout: Layout, sizes: BenchSizes, options: dic
     return engine
 
 
-def _measure(runner: Runner, sizes: BenchSizes) -> list[Measured]:
+def _measure(runner: Runner, sizes: BenchSizes) -> list[BenchRow]:
     rows = _rows(runner, sizes)
     prefill = _prefill(runner, rows[0])
     seconds = statistics.median(_timed(prefill, PROMPTS, warm_up=1))
     _share_prompt(runner, rows)
     return [
-        Measured(
-            tp=runner.layout.tp,
-            dcp=runner.layout.dcp,
+        BenchRow(
+            tp=runner.model.layout.tp,
+            dcp=runner.model.layout.dcp,
             batch_size=size,
             step_seconds=statistics.median(_timed(partial(_run, runner, rows[:size]), sizes.steps, warm_up=WARM_UP)),
             prefill_tokens_per_second=sizes.context_length / seconds,
@@ -157,20 +162,21 @@ def _measure(runner: Runner, sizes: BenchSizes) -> list[Measured]:
 
 
 def _rows(runner: Runner, sizes: BenchSizes) -> list[Scheduled]:
-    """Requests of equal random prompts but for the last token, each about to compute that one, in blocks of its own."""
-    drawn, length = np.random.default_rng(0), sizes.context_length
-    prompt = drawn.integers(runner.config.vocab_size, size=length).tolist()
+    """One decode step per request: random prompts that differ in the last token only, each in blocks of its own."""
+    random, length = np.random.default_rng(0), sizes.context_length
+    vocab_size = runner.model.config.vocab_size
+    prompt = random.integers(vocab_size, size=length).tolist()
     blocks = runner.geometry.blocks(length)
     rows = []
-    for number, last in enumerate(drawn.integers(runner.config.vocab_size, size=max(sizes.batch_sizes)).tolist()):
+    for number, last in enumerate(random.integers(vocab_size, size=max(sizes.batch_sizes)).tolist()):
         tokens, greedy = [*prompt[:-1], last], SamplingParams(temperature=0)
-        request = Request(number, tokens, greedy, 1, 0, frozenset(), RequestMetrics(0.0), seat=number)
+        request = Request(number=number, prompt_token_ids=tokens, params=greedy, max_tokens=1, seat=number)
         rows.append(Scheduled(request, length - 1, 1, list(range(number * blocks, (number + 1) * blocks)), True))
     return rows
 
 
 def _prefill(runner: Runner, row: Scheduled) -> Callable[[], None]:
-    """The whole prompt of one request, in chunks as the engine cuts them."""
+    """A function that computes the whole prompt of one request, in the same chunks as the engine."""
     length, most = len(row.request.prompt_token_ids), runner.sizes.limits.max_num_batched_tokens
     chunks = [
         replace(row, start=start, count=min(most, length - start), samples=start + most >= length)
@@ -185,7 +191,7 @@ def _prefill(runner: Runner, row: Scheduled) -> Callable[[], None]:
 
 
 def _share_prompt(runner: Runner, rows: Sequence[Scheduled]) -> None:
-    """Copy the cache of the first request into all others', a block of each at a time."""
+    """Copy the cache of the first request to all others, one block of each per step."""
     for index, source in enumerate(rows[0].block_table):
         _run(
             runner,
@@ -198,7 +204,7 @@ def _run(runner: Runner, step: Sequence[Scheduled]) -> None:
 
 
 def _timed(call: Callable[[], None], times: int, *, warm_up: int) -> list[float]:
-    """Seconds of each call after the first few."""
+    """Seconds of each of `times` calls that follow `warm_up` untimed ones."""
     seconds = []
     for _ in range(warm_up + times):
         started = time.perf_counter()

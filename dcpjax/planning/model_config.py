@@ -1,6 +1,6 @@
-"""Finds the config of a model to be planned: a preset, a folder, a config.json, a .gguf file or a hub id.
+"""Reads the config of a model to plan: of a preset, a folder, a config.json, a .gguf file or a hub id.
 
-Reads no weights and, of a hub id, fetches config.json alone. Knows nothing about devices.
+No weights are read; for a hub id only config.json is fetched.
 """
 
 import os
@@ -8,27 +8,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dcpjax.checkpoint.hub import ALIASES, HUB_ID, hub_library, not_given, read_json
+from dcpjax.checkpoint.hub import ALIASES, HUB_ID, hub_error, hub_library, read_json
+from dcpjax.checkpoint.model_config import overridden
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.checkpoint.presets import PRESETS
 from dcpjax.models.config import ModelConfig, from_hf
 from dcpjax.planning.options import PlanOptions
-from dcpjax.runtime.runner import overridden
 
 Model = str | os.PathLike[str] | Mapping[str, Any]
 
 
 def read_config(model: Model, choice: PlanOptions) -> ModelConfig:
-    """The numbers of a model, `hf_overrides` applied. Raises ValueError where there is no such model."""
+    """The model's config with `hf_overrides` applied. Raises ValueError if there is no such model."""
     config = overridden(_raw_config(model), choice.hf_overrides or {})
     for holder in (config, config.get("text_config")):
         if isinstance(holder, dict) and isinstance(holder.get("quantization_config"), Mapping):
-            _take_out_quantisation(holder, choice.dtype)
+            _remove_quantisation(holder, choice.dtype)
     return from_hf(config)
 
 
-def _take_out_quantisation(config: dict[str, Any], dtype: str) -> None:
-    """A named dtype says how the weights lie on the devices; else the engine decides, and knows one form only."""
+def _remove_quantisation(config: dict[str, Any], dtype: str) -> None:
+    """An explicit dtype replaces the checkpoint's quantisation; "auto" accepts only fp8, which the engine reads."""
     method = config["quantization_config"].get("quant_method")
     if dtype != "auto":
         del config["quantization_config"]
@@ -61,4 +61,4 @@ def _fetched_config(name: str) -> Path:
         return Path(hub.hf_hub_download(name, "config.json"))
     except Exception as error:
         kinds = f"a preset ({', '.join(PRESETS)}), a local path or a model on the hub"
-        raise not_given(name, error, what="its config.json", kinds=kinds) from error
+        raise hub_error(name, error, what="its config.json", kinds=kinds) from error

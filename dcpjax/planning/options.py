@@ -1,44 +1,45 @@
-"""What a user asks the planner, checked as far as it can be without the model. Numbers and names only."""
+"""The options of `plan`, checked as far as possible without the model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from dcpjax.api.checks import check_choice, check_share, check_size, from_options
 from dcpjax.api.config import CommBackend
-from dcpjax.api.sampling_params import check_option_names
 from dcpjax.planning.hardware import find_hardware
 
 PlannedDtype = Literal["auto", "float32", "bfloat16", "fp8", "nvfp4", "f32", "bf16", "fp4"]
 SPELLINGS = {"f32": "float32", "bf16": "bfloat16", "fp4": "nvfp4"}
-RUNNABLE = ("float32", "bfloat16")  # what the engine computes with; the others can be planned only
+RUNNABLE = ("float32", "bfloat16")  # the engine computes with these; the others can only be planned
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of `plan`. Names are those of `LLM` where it has them.
+    """Options of `plan`. Options that `LLM` has too have the same names.
 
     Args:
         tensor_parallel_size: devices in all.
-        decode_context_parallel_size: ranks that split the KV cache by token position. None: the fewest that store
-            the cache the fewest times.
-        hardware: b200, h200, h100, mi300x, tpu-v5p, tpu-v6e or cpu; or numbers of one device, as
-            memory=180GB,bandwidth=8TB/s,link=900GB/s, also latency=2us, flops=2250TFLOPS; or a name and what differs.
-        dtype: of the weights; fp8 and nvfp4 (fp4) can be planned, but the engine cannot run them. "auto" is what the
-            engine takes.
-        kv_cache_dtype: of the cache; "auto" is that of the weights, bfloat16 where those are quantised.
-        context_length: tokens of each prompt. None: 32768, or what the model and `output_length` allow.
-        output_length: tokens of each completion. None: 1024, or what the model allows.
-        unique_token_fraction: share of each prompt that no other request has; the rest is one common prefix, stored
-            once.
+        decode_context_parallel_size: ranks that split the KV cache by token position. None: the smallest number that
+            stores the fewest copies of the cache.
+        hardware: the device: b200, h200, h100, mi300x, tpu-v5p, tpu-v6e or cpu; or its numbers, such as
+            memory=180GB,bandwidth=8TB/s,link=900GB/s (also latency=2us, flops=2250TFLOPS); or a name with changes,
+            such as b200,memory=192GB.
+        dtype: dtype of the weights. fp8 and nvfp4 (or fp4) can be planned, but the engine cannot run them. "auto": what
+            the engine would choose.
+        kv_cache_dtype: dtype of the cache. "auto": that of the weights, or bfloat16 if the weights are quantised.
+        context_length: tokens of each prompt. None: 32768, or as many as the model and `output_length` allow.
+        output_length: tokens of each completion. None: 1024, or as many as the model allows.
+        unique_token_fraction: share of each prompt that no other request has; the rest is a prefix that all requests
+            have in common, stored once.
         concurrency: requests that must run at once. None: as many as fit.
         block_size: tokens per cache block, counted over all ranks.
         gpu_memory_utilization: share of a device's memory to use.
-        workspace_bytes: of each device, for activations and the runtime.
-        kv_cache_memory_bytes: cache size per device. None: what weights and workspace leave; on cpu the engine's
-            default.
+        workspace_bytes: bytes set aside on each device for activations and the runtime.
+        kv_cache_memory_bytes: bytes of the cache on each device. None: what weights and workspace leave; on cpu the
+            engine's default.
         dcp_comm_backend: how ranks merge their partial attention: "ag_rs", "a2a" or "psum".
-        dcp_replicate_q: keep the query projection whole on each rank: memory for one collective less.
-        hf_overrides: entries of config.json to replace, as {"num_hidden_layers": 2}; nested ones are merged.
+        dcp_replicate_q: keep the whole query projection on each rank; takes memory and saves one collective per layer.
+        hf_overrides: entries of config.json to replace, such as {"num_hidden_layers": 2}; nested entries are merged.
     """
 
     tensor_parallel_size: int = 1
@@ -60,37 +61,21 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "block_size"):
-            _at_least(1, name, getattr(self, name))
+            check_size(name, getattr(self, name))
         for name in ("decode_context_parallel_size", "context_length", "concurrency", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
-                _at_least(1, name, getattr(self, name))
-        _at_least(0, "workspace_bytes", self.workspace_bytes)
+                check_size(name, getattr(self, name))
+        check_size("workspace_bytes", self.workspace_bytes, 0)
         if self.output_length is not None:
-            _at_least(0, "output_length", self.output_length)
+            check_size("output_length", self.output_length, 0)
         find_hardware(self.hardware)  # raises for what is none
-        for name, choices in (
-            ("dtype", get_args(PlannedDtype)),
-            ("kv_cache_dtype", get_args(PlannedDtype)),
-            ("dcp_comm_backend", get_args(CommBackend)),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, but is {getattr(self, name)!r}")
-        _share("unique_token_fraction", self.unique_token_fraction, least_allowed=True)
-        _share("gpu_memory_utilization", self.gpu_memory_utilization, least_allowed=False)
+        check_choice("dtype", self.dtype, get_args(PlannedDtype))
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(PlannedDtype))
+        check_choice("dcp_comm_backend", self.dcp_comm_backend, get_args(CommBackend))
+        check_share("unique_token_fraction", self.unique_token_fraction, zero_allowed=True)
+        check_share("gpu_memory_utilization", self.gpu_memory_utilization)
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> "PlanOptions":
         """Build from keyword options, refusing an unknown one by name with the nearest valid one."""
-        check_option_names(options, [field.name for field in fields(cls)])
-        return cls(**options)
-
-
-def _at_least(least: int, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, but is {value!r}; use {least} or more")
-
-
-def _share(name: str, value: Any, *, least_allowed: bool) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (0 < value <= 1 or (least_allowed and value == 0)):
-        raise ValueError(f"{name} must be in {'[' if least_allowed else '('}0, 1], but is {value!r}; use 0.9")
+        return from_options(cls, options)

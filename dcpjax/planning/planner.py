@@ -1,139 +1,38 @@
-"""`plan`: what fits and what a decode step must cost, before any weight is read or any device is asked.
+"""`plan`: what fits on each legal layout, and the lower bound of its decode steps, from a model's config alone.
 
-Sizes are exact: they come from the arrays that the engine would declare, and equal what it allocates. Times are
-floors, see `plan_floor`. Knows a model's config and published peaks; knows nothing about files of weights.
+Sizes are exact: they are computed from the arrays that the engine declares, and equal what it allocates. Times are
+lower bounds, see `floor.py`. No weight is read and no device is used.
 """
 
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from dcpjax.checkpoint.model_config import resolve_dtype
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import CacheGeometry
-from dcpjax.planning.floor import Exchange, Floor, StepCost, exchange, floor, smallest, step_cost
-from dcpjax.planning.hardware import Hardware, find_hardware
+from dcpjax.planning.floor import Floor, exchange, floor, smallest, step_cost
+from dcpjax.planning.hardware import find_hardware
 from dcpjax.planning.model_config import Model, read_config
 from dcpjax.planning.options import RUNNABLE, SPELLINGS, PlanOptions
+from dcpjax.planning.plan_data import Demand, LayoutRow, PlanData, useful_dcp
 from dcpjax.planning.sizes import block_bytes, checkpoint_bytes, weight_bytes
 from dcpjax.planning.table import to_dict, to_html, to_text
-from dcpjax.runtime.runner import CPU_CACHE_BYTES, resolve_dtype
+from dcpjax.runtime.memory import CPU_CACHE_BYTES
 from dcpjax.sharding.merge import MERGES
 from dcpjax.sharding.mesh import Layout, check_layout, legal_layouts
 
-CONTEXT, OUTPUT = 32768, 1024  # tokens of a prompt and a completion where nobody says
-MOST_REQUESTS = 1 << 20  # looked at when asking from how many on a layout is faster
+CONTEXT, OUTPUT = 32768, 1024  # tokens of a prompt and a completion, unless the options or the model say otherwise
+MOST_REQUESTS = 1 << 20  # where the search for `faster_from_requests` ends
 
 
-@dataclass(frozen=True, kw_only=True)
-class Demand:
-    """What requests ask of the cache."""
-
-    context_length: int
-    output_length: int
-    unique_token_fraction: float
-
-    @property
-    def length(self) -> int:
-        return self.context_length + self.output_length
-
-    @property
-    def mean_length(self) -> float:
-        """Tokens that a request has in the cache, averaged over its decode steps."""
-        return self.context_length + self.output_length / 2
-
-    def shared_blocks(self, block_size: int) -> int:
-        """Whole blocks of the prefix that all requests have in common."""
-        return math.floor(self.context_length * (1 - self.unique_token_fraction) / block_size)
-
-    def own_blocks(self, block_size: int) -> int:
-        return max(1, -(-self.length // block_size) - self.shared_blocks(block_size))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One legal layout."""
-
-    tp: int
-    dcp: int
-    copies: int  # devices that store each cached value
-    block_size: int
-    weight_bytes: int  # per device
-    block_bytes: int  # of the cache, per device
-    num_blocks: int  # 0 where the weights leave nothing
-    memory_needed: int  # per device: weights, workspace and cache
-    demand: Demand
-    exchanges: Mapping[str, Exchange]  # by merge; per layer and query token
-    cost: StepCost
-    floor: Floor | None  # at `requests`; None where not even one fits
-    faster_from_requests: int | None = None  # than dcp=1, at this context; None: never, or there is no dcp=1
-    faster_from_context: int | None = None  # than dcp=1, with one request
-
-    @property
-    def kv_bytes_per_token(self) -> float:
-        """Per device: a block's share, fractional where a rank holds a part of each token's neighbours."""
-        return self.block_bytes / self.block_size
-
-    @property
-    def tokens(self) -> int:
-        return self.num_blocks * self.block_size
-
-    @property
-    def requests(self) -> int:
-        """How many fit at once. Memory alone decides; the engine's `max_num_seqs` is a limit of its own."""
-        free = self.num_blocks - self.demand.shared_blocks(self.block_size)
-        return max(0, free) // self.demand.own_blocks(self.block_size)
-
-    def usage(self, requests: int) -> float:
-        """Share of the blocks that so many requests take; over 1 where they do not fit."""
-        if not self.num_blocks:
-            return math.inf
-        taken = self.demand.shared_blocks(self.block_size) + requests * self.demand.own_blocks(self.block_size)
-        return taken / self.num_blocks
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What fits on each legal layout. Prints as a table; a notebook shows it as one."""
-
-    model: str
-    config: ModelConfig
-    options: PlanOptions
-    hardware: Hardware  # of one device
-    dtype: str
-    kv_cache_dtype: str
-    demand: Demand
-    checkpoint_bytes: int
-    rows: tuple[Row, ...]  # by rising dcp
-    chosen_dcp: int
-
-    @property
-    def row(self) -> Row:
-        """The layout asked for, else the fewest ranks that store the cache the fewest times."""
-        return next(row for row in self.rows if row.dcp == self.chosen_dcp)
-
-    @property
-    def useful_dcp(self) -> int:
-        return useful_dcp(self.rows)
-
-    @property
-    def memory_limit(self) -> float:
-        """Bytes of each device that may be used."""
-        return self.hardware.memory * self.options.gpu_memory_utilization
-
-    @property
-    def fits(self) -> bool:
-        row = self.row
-        return row.requests >= (self.options.concurrency or 1) and row.memory_needed <= self.memory_limit
-
-    @property
-    def runs_here(self) -> bool:
-        """Whether the engine computes with these dtypes; others can be planned only."""
-        return self.dtype in RUNNABLE and self.kv_cache_dtype in RUNNABLE
+class Plan(PlanData):
+    """What fits on each legal layout. `print` shows it as a table, and so does a notebook."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as `dcpjax plan --json` prints it."""
+        """The plan as JSON values; `dcpjax plan --json` prints them."""
         return to_dict(self)
 
     def __str__(self) -> str:
@@ -144,10 +43,10 @@ class Plan:
 
 
 def plan(model: Model, **options: Any) -> Plan:
-    """Plan a model's layouts from its config; options are those of `PlanOptions`.
+    """Plan all legal layouts of a model; the options are the fields of `PlanOptions`.
 
-    `model` is what `LLM` takes, a config.json or its entries; of a hub id only config.json is fetched. Raises
-    ValueError for a mistake of the user's; a plan that does not fit is an answer, see `Plan.fits`.
+    `model` is what `LLM` takes, a config.json, or a mapping with its entries. For a hub id only config.json is fetched.
+    Raises ValueError for a wrong model or option. A model that does not fit is no error: see `Plan.fits`.
     """
     choice = PlanOptions.from_options(options)
     config = read_config(model, choice)
@@ -159,9 +58,9 @@ def plan(model: Model, **options: Any) -> Plan:
     )
     check_layout(asked, heads, kv_heads, whole_heads=config.mla is not None)
     if choice.decode_context_parallel_size:
-        CacheGeometry(block_size=choice.block_size, dcp=asked.dcp)  # refuses blocks that ranks cannot share
+        CacheGeometry(block_size=choice.block_size, dcp=asked.dcp)  # raises if dcp does not divide the block size
     planner = _Planner(config, choice)
-    rows = _compared([planner.row(layout) for layout in layouts], planner)
+    rows = _compared_with_dcp_1([planner.row(layout) for layout in layouts], planner)
     return Plan(
         model="model" if isinstance(model, Mapping) else os.fspath(model),
         config=config,
@@ -176,30 +75,25 @@ def plan(model: Model, **options: Any) -> Plan:
     )
 
 
-def useful_dcp(rows: tuple[Row, ...]) -> int:
-    """The smallest dcp with the fewest copies: more ranks would add exchange and save nothing."""
-    return min(rows, key=lambda row: (row.copies, row.dcp)).dcp
-
-
 class _Planner:
-    """What all layouts of a plan have in common."""
+    """Computes the row of a layout; holds what all layouts of a plan have in common."""
 
     def __init__(self, config: ModelConfig, choice: PlanOptions) -> None:
         self.config, self.choice = config, choice
         self.hardware = find_hardware(choice.hardware).part(choice.tensor_parallel_size)
         self.dtype = resolve_dtype(SPELLINGS.get(choice.dtype, choice.dtype), config)
-        same = self.dtype if self.dtype in RUNNABLE else "bfloat16"
-        self.kv_dtype = SPELLINGS.get(choice.kv_cache_dtype, choice.kv_cache_dtype)
-        self.kv_dtype = same if self.kv_dtype == "auto" else self.kv_dtype
+        default_kv_dtype = self.dtype if self.dtype in RUNNABLE else "bfloat16"
+        kv_dtype = SPELLINGS.get(choice.kv_cache_dtype, choice.kv_cache_dtype)
+        self.kv_dtype = default_kv_dtype if kv_dtype == "auto" else kv_dtype
         self.demand = _demand(choice, config)
 
-    def row(self, layout: Layout) -> Row:
+    def row(self, layout: Layout) -> LayoutRow:
         config, choice = self.config, self.choice
-        block_size = _shared_out(choice.block_size, layout.dcp)
+        block_size = _nearest_multiple(choice.block_size, layout.dcp)
         weights = weight_bytes(config, layout, self.dtype, replicate_q=choice.dcp_replicate_q)
         block = block_bytes(config, layout, block_size, self.kv_dtype)
         budget = self.cache_budget(weights)
-        row = Row(
+        row = LayoutRow(
             tp=layout.tp,
             dcp=layout.dcp,
             copies=layout.duplication(config.cache_heads),
@@ -224,31 +118,31 @@ class _Planner:
         requests = row.requests if choice.concurrency is None else min(choice.concurrency, row.requests)
         return replace(row, floor=self.floor(row, requests, self.demand.mean_length)) if requests else row
 
-    def floor(self, row: Row, requests: int, context: float) -> Floor:
+    def floor(self, row: LayoutRow, requests: int, context: float) -> Floor:
         return floor(row.cost, self.hardware, requests, context)
 
     def cache_budget(self, weights: int) -> int:
-        """Bytes of each device for the cache; negative where weights and workspace alone are too many."""
+        """Bytes of each device for the cache; negative if weights and workspace alone exceed its memory."""
         if self.choice.kv_cache_memory_bytes:
             return self.choice.kv_cache_memory_bytes
-        share = self.hardware.memory * self.choice.gpu_memory_utilization
-        left = share - weights - self.choice.workspace_bytes
-        if self.hardware.shared:  # the engine's own default there
+        usable = self.hardware.memory * self.choice.gpu_memory_utilization
+        left = usable - weights - self.choice.workspace_bytes
+        if self.hardware.shared:  # the engine's own default on CPU
             left = min(left, CPU_CACHE_BYTES // self.choice.tensor_parallel_size)
         return math.floor(left)
 
 
-def _compared(rows: list[Row], planner: _Planner) -> tuple[Row, ...]:
-    """Each layout with what it takes to be faster than dcp=1 on the same devices."""
+def _compared_with_dcp_1(rows: list[LayoutRow], planner: _Planner) -> tuple[LayoutRow, ...]:
+    """Fill in `faster_from_requests` and `faster_from_context`, where dcp=1 is a legal layout."""
     first = rows[0]
     if first.dcp != 1:
         return tuple(rows)
     context = planner.demand.mean_length
 
-    def faster(row: Row, requests: int, context: float) -> bool:
+    def faster(row: LayoutRow, requests: int, context: float) -> bool:
         return planner.floor(row, requests, context).seconds < planner.floor(first, requests, context).seconds
 
-    def compared(row: Row) -> Row:
+    def compared(row: LayoutRow) -> LayoutRow:
         return replace(
             row,
             faster_from_requests=smallest(lambda requests: faster(row, requests, context), MOST_REQUESTS),
@@ -258,8 +152,8 @@ def _compared(rows: list[Row], planner: _Planner) -> tuple[Row, ...]:
     return (first, *(compared(row) for row in rows[1:]))
 
 
-def _shared_out(block_size: int, dcp: int) -> int:
-    """The nearest block size that so many ranks can share."""
+def _nearest_multiple(block_size: int, dcp: int) -> int:
+    """The multiple of `dcp` that is nearest to `block_size`."""
     return max(1, round(block_size / dcp)) * dcp
 
 

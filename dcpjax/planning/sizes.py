@@ -1,14 +1,14 @@
-"""Bytes of a model's weights and cache on each device, from its declared arrays alone: no device, no backend.
+"""Bytes of a model's weights and cache on each device, computed from the declared arrays without any device.
 
-float32 and bfloat16 are what the engine allocates, to the byte. fp8 and nvfp4 are the published forms of such
-checkpoints, which the engine cannot run:
+For float32 and bfloat16 they equal what the engine allocates. fp8 and nvfp4, which the engine cannot run, are counted
+as published checkpoints store them:
 
-    fp8     matrices of the layers in 1 byte, a float32 scale per 128 x 128 (DeepSeek-V3, arXiv:2412.19437)
-    nvfp4   routed experts (the layers' matrices where there are none) in 4 bits, an fp8 scale per 16 along a row and
-            two float32 scales per matrix (NVIDIA ModelOpt)
-    cache   fp8 1 byte; nvfp4 4 bits and an fp8 scale per 16 of a head's values
+    fp8     matrices of the layers: 1 byte per value, a float32 scale per 128 x 128 (DeepSeek-V3, arXiv:2412.19437)
+    nvfp4   routed experts, or without experts the matrices of the layers: 4 bits per value, an fp8 scale per 16 values
+            of a row and two float32 scales per matrix (NVIDIA ModelOpt)
+    cache   fp8: 1 byte per value; nvfp4: 4 bits per value and an fp8 scale per 16 values of a head
 
-What is not quantised stays bfloat16, the router float32 as in the engine.
+All other weights stay bfloat16, the router float32 as in the engine.
 """
 
 import math
@@ -32,8 +32,9 @@ Kind = Literal["embedding", "head", "norm", "attention", "dense", "router", "exp
 Shape = tuple[int, ...]
 Part = tuple[Kind, ArraySpec]
 
-FP8_EDGE, FP4_RUN = 128, 16  # values that share a scale: rows and columns of a block; neighbours in a row
-ONE = Layout()
+FP8_EDGE = 128  # rows and columns of a block of fp8 values that share a scale
+FP4_RUN = 16  # neighbouring fp4 values of a row that share a scale
+ONE = Layout()  # a single device
 
 
 def abstract_place(layout: Layout, *, replicate_q: bool = False) -> Placement:
@@ -45,20 +46,20 @@ def abstract_place(layout: Layout, *, replicate_q: bool = False) -> Placement:
 
 @lru_cache(maxsize=64)
 def weight_parts(config: ModelConfig, layout: Layout, dtype: str) -> Counter[Part]:
-    """Every weight's declaration and what it is for, equal ones counted."""
+    """(kind, spec) of every weight -> how many weights have the same."""
     declared = dtype if dtype in RUNNABLE else "bfloat16"
-    return Counter(_walk(decoder.weight_specs(config, layout, declared)))
+    return Counter(_kinds_and_specs(decoder.weight_specs(config, layout, declared)))
 
 
 def weight_bytes(config: ModelConfig, layout: Layout, dtype: str, *, replicate_q: bool = False) -> int:
-    """All weights, on each device."""
+    """Bytes of all weights on each device."""
     place = abstract_place(layout, replicate_q=replicate_q)
     parts = weight_parts(config, layout, dtype).items()
     return sum(count * part_bytes(part, place, dtype, config) for part, count in parts)
 
 
 def part_bytes(part: Part, place: Placement, dtype: str, config: ModelConfig) -> int:
-    """One array, on each device."""
+    """Bytes of one weight on each device."""
     kind, spec = part
     if _is_quantised(kind, spec, dtype, config):
         return _quantised_bytes(local_shape(spec, place), dtype)
@@ -66,19 +67,22 @@ def part_bytes(part: Part, place: Placement, dtype: str, config: ModelConfig) ->
 
 
 def checkpoint_bytes(config: ModelConfig, dtype: str) -> int:
-    """All tensors of a checkpoint of this dtype, without file headers; routers are stored as the other weights."""
+    """Bytes of all tensors of a checkpoint of this dtype, without file headers.
+
+    What is not quantised takes 2 bytes per value, or 4 in float32; a router's bias always takes 4.
+    """
     total = 0
     for (kind, spec), count in weight_parts(config, ONE, dtype).items():
         shape = spec.checkpoint_shape
         if _is_quantised(kind, spec, dtype, config):
             total += count * _quantised_bytes(shape, dtype)
         else:
-            total += count * math.prod(shape) * (4 if dtype == "float32" or _is_bias_of_router(kind, shape) else 2)
+            total += count * math.prod(shape) * (4 if dtype == "float32" or _is_router_bias(kind, shape) else 2)
     return total
 
 
 def block_bytes(config: ModelConfig, layout: Layout, block_size: int, dtype: str) -> int:
-    """One block of the cache, on each device: all layers, copies of KV heads included."""
+    """Bytes of one block of the cache on each device: all layers, copied KV heads included."""
     place = abstract_place(layout)
     declared = dtype if dtype in RUNNABLE else "uint8"
     layers = decoder.cache_specs(config, layout, 1, block_size // layout.dcp, declared)
@@ -93,24 +97,23 @@ def local_shape(spec: ArraySpec, place: Placement) -> Shape:
     return spec.sharding(place).shard_shape(spec.shape)
 
 
-def _walk(weights: decoder.Weights) -> Iterator[Part]:
+def _kinds_and_specs(weights: decoder.Weights) -> Iterator[Part]:
     yield "embedding", weights.embed
     yield "norm", weights.norm
     if weights.head is not None:
         yield "head", weights.head
     for layer in weights.layers:
-        yield "norm", layer.input_norm
-        yield "norm", layer.post_norm
-        yield from _all("attention", layer.attention)
+        yield from _with_kind("norm", layer.replace(attention=None, mlp=None))  # type: ignore[attr-defined]
+        yield from _with_kind("attention", layer.attention)
         if not isinstance(layer.mlp, MoEWeights):
-            yield from _all("dense", layer.mlp)
+            yield from _with_kind("dense", layer.mlp)
             continue
-        yield from _all("dense", layer.mlp.shared)
-        yield from _all("router", (layer.mlp.router, layer.mlp.bias))
-        yield from _all("experts", (layer.mlp.gate, layer.mlp.up, layer.mlp.down))
+        yield from _with_kind("dense", layer.mlp.shared)
+        yield from _with_kind("router", (layer.mlp.router, layer.mlp.bias))
+        yield from _with_kind("experts", (layer.mlp.gate, layer.mlp.up, layer.mlp.down))
 
 
-def _all(kind: Kind, tree: Any) -> Iterator[Part]:
+def _with_kind(kind: Kind, tree: Any) -> Iterator[Part]:
     return ((kind, spec) for spec in jax.tree.leaves(tree, is_leaf=is_spec))
 
 
@@ -132,9 +135,9 @@ def _quantised_bytes(shape: Shape, dtype: str) -> int:
 
 
 def _half(values: int) -> int:
-    """Bytes of so many 4-bit values."""
+    """Bytes that hold this many 4-bit values."""
     return -(-values // 2)
 
 
-def _is_bias_of_router(kind: Kind, shape: Shape) -> bool:
+def _is_router_bias(kind: Kind, shape: Shape) -> bool:
     return kind == "router" and len(shape) == 1

@@ -1,21 +1,20 @@
-"""A plan for people and programs: aligned text, HTML for notebooks, plain data for JSON."""
+"""A plan as aligned text, as HTML for notebooks, and as JSON values."""
 
 import html
 import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dcpjax.api.outputs import counted
+from dcpjax.planning.plan_data import LayoutRow, PlanData
 from dcpjax.planning.sizes import weight_bytes
+from dcpjax.planning.text_table import aligned
 from dcpjax.sharding.mesh import Layout
 
-if TYPE_CHECKING:
-    from dcpjax.planning.planner import Plan, Row
-
-MOST_DEVICES = 4096
-
-WIDTH = 100  # of sentences in the text form
+MOST_DEVICES = 4096  # where the search for a number of devices that holds the weights ends
+WIDTH = 100  # characters of a line of text
 HEADINGS = (
     ("tp x dcp", ""),
     ("copies", "of KV"),
@@ -29,19 +28,17 @@ HEADINGS = (
 )
 
 
-def to_text(plan: "Plan") -> str:
-    """Heading, one row per legal dcp, two sentences, what the times leave out."""
+def to_text(plan: PlanData) -> str:
+    """The heading, one row per legal dcp with a ">" before the chosen one, the conclusion and the remarks."""
     upper, lower = zip(*HEADINGS, strict=True)
-    rows = [(">" if row is plan.row else "", *_cells(plan, row)) for row in plan.rows]
-    lines = [("", *upper), ("", *lower), *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    table.insert(2, " " * widths[0] + "".join("  " + "-" * width for width in widths[1:]))
+    table = aligned([upper, lower, *(_cells(plan, row) for row in plan.rows)], headings=2)
+    marks = ["", "", "", *(">" if row is plan.row else "" for row in plan.rows)]
+    marked = [f"{mark:<3}{line}" for mark, line in zip(marks, table, strict=True)]
     wrapped = [textwrap.fill(sentence, WIDTH) for sentence in [*conclusion(plan), "", *remarks(plan)]]
-    return "\n".join([*heading(plan), "", *(line.rstrip() for line in table), "", *wrapped])
+    return "\n".join([*heading(plan), "", *marked, "", *wrapped])
 
 
-def to_html(plan: "Plan") -> str:
+def to_html(plan: PlanData) -> str:
     def row(tag: str, cells: Sequence[str], bold: bool = False) -> str:
         style = ' style="font-weight: bold"' if bold else ""
         return f"<tr{style}>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
@@ -54,8 +51,8 @@ def to_html(plan: "Plan") -> str:
     return paragraphs(heading(plan)) + table + paragraphs(conclusion(plan)) + paragraphs(remarks(plan))
 
 
-def to_dict(plan: "Plan") -> dict[str, Any]:
-    """Bytes, seconds and counts, all per device where it makes a difference; None for what there is not."""
+def to_dict(plan: PlanData) -> dict[str, Any]:
+    """The plan as JSON values. Keys name the unit; a missing value is None."""
     return {
         "model": plan.model,
         "hardware": {name: _finite(value) for name, value in asdict(plan.hardware).items()},
@@ -76,31 +73,34 @@ def to_dict(plan: "Plan") -> dict[str, Any]:
     }
 
 
-def heading(plan: "Plan") -> list[str]:
+def heading(plan: PlanData) -> list[str]:
     hardware, options, demand = plan.hardware, plan.options, plan.demand
     devices = options.tensor_parallel_size
-    shared = "no prefix in common"
+    shared = "no common prefix"
     if demand.unique_token_fraction < 1:
-        shared = f"{_percent(1 - demand.unique_token_fraction)} of the prompt in common"
+        shared = f"of which the first {_percent(1 - demand.unique_token_fraction)} are the same in all requests"
     return [
-        f"{plan.model} on {devices} x {hardware.name}: {size(hardware.memory)}, {size(hardware.bandwidth)}/s, "
-        f"link {size(hardware.link)}/s each, {_percent(options.gpu_memory_utilization)} of the memory used",
-        f"{plan.dtype} weights ({size(plan.checkpoint_bytes)} in all), {plan.kv_cache_dtype} cache, "
-        f"{options.dcp_comm_backend} merge, requests of {demand.context_length:,} + {demand.output_length:,} "
-        f"tokens, {shared}",
+        f"{plan.model} on {devices} x {hardware.name}, each with {size(hardware.memory)} of memory at "
+        f"{size(hardware.bandwidth)}/s and a link of {size(hardware.link)}/s; "
+        f"{_percent(options.gpu_memory_utilization)} of the memory may be used",
+        f"{plan.dtype} weights ({size(plan.checkpoint_bytes)} in all), {plan.kv_cache_dtype} KV cache, "
+        f"{options.dcp_comm_backend} merge",
+        f"requests that generate {demand.output_length:,} tokens after prompts of {demand.context_length:,} tokens, "
+        f"{shared}",
     ]
 
 
-def conclusion(plan: "Plan") -> list[str]:
-    """Two sentences: what fits, and how fast it can be at most."""
+def conclusion(plan: PlanData) -> list[str]:
+    """Two sentences: what fits, and the lower bound of the step time."""
     return [_capacity_sentence(plan), _speed_sentence(plan)]
 
 
-def remarks(plan: "Plan") -> list[str]:
+def remarks(plan: PlanData) -> list[str]:
     lines = [
-        "Times are floors, not forecasts: bytes over published bandwidth or operations over published peak, plus "
-        f"exchange over the published link, plus {plan.hardware.latency * 1e6:g} us a collective (assumed). Kernels, "
-        "launches, scheduling and slower networks come on top; experts are taken as evenly chosen."
+        "Times are lower bounds, not forecasts: the longer of bytes / published bandwidth and operations / published "
+        f"peak, plus exchanged bytes / published link speed, plus {plan.hardware.latency * 1e6:g} us per collective "
+        "(assumed). Kernels, launches, scheduling and slower networks add to that. Tokens are assumed to choose their "
+        "experts evenly."
     ]
     if plan.row.floor and plan.row.dcp > 1:
         lines.insert(0, _merges_sentence(plan, plan.row, plan.row.floor.requests))
@@ -111,7 +111,10 @@ def remarks(plan: "Plan") -> list[str]:
         )
     changed = [f"{row.block_size} at dcp={row.dcp}" for row in plan.rows if row.block_size != plan.options.block_size]
     if changed:
-        lines.append(f"Blocks of {plan.options.block_size} tokens do not divide by every dcp: {', '.join(changed)}.")
+        lines.append(
+            f"Not every dcp divides a block of {plan.options.block_size} tokens; planned with blocks of "
+            f"{', '.join(changed)}."
+        )
     return lines
 
 
@@ -128,7 +131,7 @@ def size(count: float) -> str:
     return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
 
 
-def _cells(plan: "Plan", row: "Row") -> tuple[str, ...]:
+def _cells(plan: PlanData, row: LayoutRow) -> tuple[str, ...]:
     requests = row.floor.requests if row.floor else 0
     sent = row.exchanges[plan.options.dcp_comm_backend].bytes * requests
     return (
@@ -144,35 +147,35 @@ def _cells(plan: "Plan", row: "Row") -> tuple[str, ...]:
     )
 
 
-def _merges_sentence(plan: "Plan", row: "Row", requests: int) -> str:
-    """What a layer's exchange is made of, whichever merge is used."""
-    sent = ", ".join(f"{merge} {size(one.merge_bytes * requests)}" for merge, one in row.exchanges.items())
+def _merges_sentence(plan: PlanData, row: LayoutRow, requests: int) -> str:
+    """Bytes of the gathered queries and of each merge."""
+    sent = ", ".join(f"{size(one.merge_bytes * requests)} with {merge}" for merge, one in row.exchanges.items())
     queries = row.exchanges[plan.options.dcp_comm_backend].query_bytes * requests
     return (
-        f"Each device sends in a layer of that step, in float32: {size(queries)} to gather the queries and to merge by "
+        f"In each layer of that step a device sends, in float32, {size(queries)} to gather the queries, and to merge "
         f"{sent}."
     )
 
 
-def _capacity_sentence(plan: "Plan") -> str:
+def _capacity_sentence(plan: PlanData) -> str:
     row, demand = plan.row, plan.demand
     if not plan.fits:
         return _shortage_sentence(plan)
     text = (
-        f"dcp={row.dcp} fits {_count(row.requests, 'request')} of {demand.length:,} tokens at once, the cache stored "
-        f"{_times(row.copies)}"
+        f"dcp={row.dcp} stores the cache {_times(row.copies)} and holds {counted(row.requests, 'request')} of "
+        f"{demand.length:,} tokens at once"
     )
     first = plan.rows[0]
     if first is row or first.dcp != 1:
         return f"{text}."
     if not first.requests:
-        return f"{text}; dcp=1 stores it {_times(first.copies)} and fits none."
+        return f"{text}; dcp=1 stores it {_times(first.copies)} and holds no request."
     ratio = row.requests / first.requests
-    return f"{text}: {ratio:.2g} x the {first.requests:,} of dcp=1, which stores it {_times(first.copies)}."
+    return f"{text}, {ratio:.2g} x the {first.requests:,} of dcp=1, which stores it {_times(first.copies)}."
 
 
-def _shortage_sentence(plan: "Plan") -> str:
-    """What is missing and the nearest thing that helps."""
+def _shortage_sentence(plan: PlanData) -> str:
+    """How much memory is missing, and the smallest change that helps."""
     row, limit = plan.row, plan.memory_limit
     wanted = plan.options.concurrency or 1
     occupied = row.weight_bytes + plan.options.workspace_bytes
@@ -188,14 +191,14 @@ def _shortage_sentence(plan: "Plan") -> str:
             f"kv_cache_memory_bytes={math.floor(limit - occupied)}."
         )
     return (
-        f"{where} has room for {row.tokens:,} tokens of cache, {_count(row.requests, 'request')} of "
+        f"{where} has room for {row.tokens:,} tokens of cache, {counted(row.requests, 'request')} of "
         f"{plan.demand.length:,} tokens, but must hold {wanted:,}; use more devices, a smaller kv_cache_dtype or "
         "shorter requests."
     )
 
 
-def _enough_devices(plan: "Plan") -> str:
-    """The least doubling of the devices on which the weights fit."""
+def _enough_devices(plan: PlanData) -> str:
+    """The smallest number of devices, by doubling, on which the weights fit."""
     devices, config = plan.options.tensor_parallel_size, plan.config
     limit = plan.memory_limit - plan.options.workspace_bytes
     while not plan.hardware.shared and (devices := devices * 2) <= MOST_DEVICES:
@@ -207,22 +210,23 @@ def _enough_devices(plan: "Plan") -> str:
     return ""
 
 
-def _speed_sentence(plan: "Plan") -> str:
+def _speed_sentence(plan: PlanData) -> str:
     row, first = plan.row, plan.rows[0]
     if row.floor is None:
         return _smaller_dtypes_sentence(plan)
     text = (
-        f"A decode step of {_count(row.floor.requests, 'request')} takes at least {row.floor.seconds * 1e3:.3g} ms "
-        f"there, {row.floor.tokens_per_second:,.0f} tokens/s"
+        f"A decode step of {counted(row.floor.requests, 'request')} takes at least {row.floor.seconds * 1e3:.3g} ms "
+        f"with dcp={row.dcp}, which is at most {row.floor.tokens_per_second:,.0f} tokens/s"
     )
     if first is row or first.dcp != 1:
         return f"{text}."
     if first.floor:
-        text += f" ({row.floor.tokens_per_second / first.floor.tokens_per_second:.2g} x dcp=1)"
+        ratio = row.floor.tokens_per_second / first.floor.tokens_per_second
+        text += f" ({ratio:.2g} x dcp=1 with {counted(first.floor.requests, 'request')})"
     return f"{text}; {_break_even(plan, row)}."
 
 
-def _smaller_dtypes_sentence(plan: "Plan") -> str:
+def _smaller_dtypes_sentence(plan: PlanData) -> str:
     row = plan.row
     layout = Layout(tensor_parallel_size=row.tp * row.dcp, decode_context_parallel_size=row.dcp)
     bytes_of = {dtype: weight_bytes(plan.config, layout, dtype) for dtype in ("bfloat16", "fp8", "nvfp4")}
@@ -230,22 +234,22 @@ def _smaller_dtypes_sentence(plan: "Plan") -> str:
     return f"Weights per device in a smaller dtype: {', '.join(smaller)}." if smaller else "No dtype is smaller."
 
 
-def _break_even(plan: "Plan", row: "Row") -> str:
+def _break_even(plan: PlanData, row: LayoutRow) -> str:
     if row.copies == plan.rows[0].copies:
         return "dcp=1 stores no more copies, so splitting the context gains nothing"
     if row.faster_from_requests is None and row.faster_from_context is None:
-        return "its step is never faster than that of dcp=1, it only holds more"
+        return "for the same requests its step is never faster than that of dcp=1; its cache only holds more"
     ways = []
     if row.faster_from_requests is not None:
         ways.append(
-            f"{_count(row.faster_from_requests, 'request')} of {plan.demand.context_length:,} tokens of context"
+            f"{counted(row.faster_from_requests, 'request')} with prompts of {plan.demand.context_length:,} tokens"
         )
     if row.faster_from_context is not None:
-        ways.append(f"{row.faster_from_context:,} tokens of context with one request")
-    return f"its step is shorter than that of dcp=1 from {', or from '.join(ways)}"
+        ways.append(f"{row.faster_from_context:,} tokens of context with a single request")
+    return f"for the same requests its step is faster than that of dcp=1 from {', or from '.join(ways)}"
 
 
-def _row_dict(plan: "Plan", row: "Row") -> dict[str, Any]:
+def _row_dict(plan: PlanData, row: LayoutRow) -> dict[str, Any]:
     return {
         "tp": row.tp,
         "dcp": row.dcp,
@@ -269,7 +273,7 @@ def _row_dict(plan: "Plan", row: "Row") -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
+    """None for infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -279,7 +283,3 @@ def _percent(share: float) -> str:
 
 def _times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

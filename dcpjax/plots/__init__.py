@@ -1,8 +1,8 @@
-"""Pictures of a sharded cache, of merging and of load, each with the numbers it shows.
+"""Plots of the sharded cache, of merging and of load, each with the numbers it shows.
 
-Every function returns `(figure, numbers)`: a matplotlib figure that shows itself in a notebook and saves with
-`figure.savefig(path)`, and plain data to check or to keep. Needs `pip install 'dcpjax[plots]'`; importing this does
-not.
+Every function returns `(figure, numbers)`: a matplotlib figure that a notebook displays and `figure.savefig(path)`
+saves, and the plotted values as plain data. Plotting needs `pip install 'dcpjax[plots]'`; importing this package does
+not. Knows loaded models, plans, simulations and recordings; knows nothing about how these are made.
 """
 
 from dcpjax.plots.cache import duplication_map, merge_weights, ownership_strip

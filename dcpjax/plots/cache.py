@@ -1,6 +1,6 @@
-"""Pictures of where cached tokens lie and of how partials are merged.
+"""Plots of which device stores which cached tokens, and of how partials are merged.
 
-Reads arrays that exist: what each device holds is asked of its shards, not of the layout that was wished for.
+What each device stores is read from the shards of the cache's arrays, not derived from the requested layout.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ import numpy as np
 
 from dcpjax.api.outputs import counted
 from dcpjax.models.kv_cache import CacheGeometry, LayerCache
-from dcpjax.plots.canvas import COLOURS, FAINT, Numbers, canvas, colours, legend_above, on
+from dcpjax.plots.canvas import COLOURS, FAINT, Numbers, canvas, colours, legend_above, text_colour
 
 if TYPE_CHECKING:
     import jax
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from dcpjax.llm import LLM
 
 RANKS, HEADS = 1, 2  # dimensions of a cached array: [N, dcp, K, ...]
-MOST_LABELLED = 40  # cells in a row that have room for a number
-MOST_TICKS = 24  # lines that have room for a name
+MAX_LABELLED = 40  # with more cells in a row, numbers in them do not fit
+MAX_TICKS = 24  # with more rows, their names do not fit
 
-Slice = tuple[int, int]  # rank along dcp, KV head
+CachePart = tuple[int, int]  # rank along dcp, KV head
 
 
-class Row(NamedTuple):
-    """Heads `first .. last` of one rank, which the same devices hold."""
+class PartRow(NamedTuple):
+    """One row of the map: KV heads `first .. last` of one rank, which the same devices hold."""
 
     rank: int
     first: int
@@ -41,17 +41,17 @@ class Row(NamedTuple):
 
 
 def duplication_map(llm: "LLM") -> "tuple[Figure, Numbers]":
-    """Which device holds which part of the cache, from the shards of a loaded model's cache.
+    """A map of which device holds which part of the cache, read from the shards of a loaded model's cache.
 
-    A part is one KV head's slots of one dcp rank, over all layers. Numbers: `holders` (devices of each part),
-    `copies` of each value, `bytes_per_device`, and `bytes_stored` over `bytes_unique`, both of all devices together.
+    A part is the slots of one KV head on one dcp rank, in all layers. Numbers: `holders` (the devices of each part),
+    `copies` of each value, `bytes_per_device`, and `bytes_stored` and `bytes_unique` in total over all devices.
     """
     runner = llm.runner
-    holders, stored, unique = _shards(runner.cache, runner.config.cache_heads)
-    rows, devices = _alike(holders), sorted(stored)
-    figure, (axes,) = canvas(1.5 + 0.36 * min(len(rows), MOST_TICKS))
-    _draw_holders(axes, rows, devices, latent=runner.config.mla is not None)
-    copies, layout = max(map(len, holders.values())), runner.layout
+    holders, stored, unique = _read_shards(runner.cache, runner.model.config.cache_heads)
+    rows, devices = _group_heads(holders), sorted(stored)
+    figure, (axes,) = canvas(1.5 + 0.36 * min(len(rows), MAX_TICKS))
+    _draw_holders(axes, rows, devices, latent=runner.model.config.mla is not None)
+    copies, layout = max(map(len, holders.values())), runner.model.layout
     axes.set_title(
         f"tp={layout.tp} x dcp={layout.dcp}: every cached value on {counted(copies, 'device')}", loc="left", pad=10
     )
@@ -66,9 +66,9 @@ def duplication_map(llm: "LLM") -> "tuple[Figure, Numbers]":
     return figure, numbers
 
 
-def _shards(cache: Any, kv_heads: int) -> tuple[dict[Slice, set[int]], dict[int, int], int]:
-    """(devices that hold each part, bytes on each device, bytes of all parts once)."""
-    holders: dict[Slice, set[int]] = {}
+def _read_shards(cache: Any, kv_heads: int) -> tuple[dict[CachePart, set[int]], dict[int, int], int]:
+    """(devices that hold each part, bytes on each device, bytes of all parts counted once)."""
+    holders: dict[CachePart, set[int]] = {}
     stored: dict[int, int] = {}
     unique = 0
     for array, has_heads in _arrays(cache):
@@ -79,13 +79,13 @@ def _shards(cache: Any, kv_heads: int) -> tuple[dict[Slice, set[int]], dict[int,
             stored[device] = stored.get(device, 0) + shard.data.nbytes
             heads = range(*shard.index[HEADS].indices(entries)) if has_heads else range(kv_heads)
             for rank in range(*shard.index[RANKS].indices(ranks)):
-                for entry in heads:  # a head that is copied has several entries in a row
+                for entry in heads:  # a duplicated head has several consecutive entries
                     holders.setdefault((rank, entry * kv_heads // entries), set()).add(device)
     return holders, stored, unique
 
 
 def _arrays(cache: Any) -> "Iterable[tuple[jax.Array, bool]]":
-    """The cached arrays of all layers, and whether they have a dimension of heads."""
+    """The cached arrays of all layers, each with whether it has a dimension of KV heads."""
     for layer in cache:
         if isinstance(layer, LayerCache):
             yield from ((layer.keys, True), (layer.values, True))
@@ -93,31 +93,31 @@ def _arrays(cache: Any) -> "Iterable[tuple[jax.Array, bool]]":
             yield layer.latents, False
 
 
-def _alike(holders: dict[Slice, set[int]]) -> list[Row]:
-    """The parts by rank and head, with neighbouring heads together where the same devices hold them."""
-    rows: list[Row] = []
+def _group_heads(holders: dict[CachePart, set[int]]) -> list[PartRow]:
+    """The parts ordered by rank and head; consecutive heads that the same devices hold share a row."""
+    rows: list[PartRow] = []
     for (rank, head), devices in sorted(holders.items()):
         if rows and rows[-1].rank == rank and rows[-1].devices == devices:
             rows[-1] = rows[-1]._replace(last=head)
         else:
-            rows.append(Row(rank, head, head, devices))
+            rows.append(PartRow(rank, head, head, devices))
     return rows
 
 
-def _draw_holders(axes: "Axes", rows: list[Row], devices: list[int], *, latent: bool) -> None:
+def _draw_holders(axes: "Axes", rows: list[PartRow], devices: list[int], *, latent: bool) -> None:
     ranks, heads = max(row.rank for row in rows) + 1, max(row.last for row in rows) + 1
     palette = colours(max(ranks, heads))
     for number, row in enumerate(rows):
         colour = palette[row.rank if ranks > 1 else row.first]
         for column, device in enumerate(devices):
             axes.add_patch(_cell(column, number, colour if device in row.devices else "none"))
-            if device in row.devices and max(len(rows), len(devices)) <= MOST_TICKS:
-                axes.text(column, number, "held", ha="center", va="center", fontsize=8, color=on(colour))
+            if device in row.devices and max(len(rows), len(devices)) <= MAX_TICKS:
+                axes.text(column, number, "held", ha="center", va="center", fontsize=8, color=text_colour(colour))
     axes.set_xlim(-0.5, len(devices) - 0.5)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    if len(devices) <= MOST_LABELLED:
+    if len(devices) <= MAX_LABELLED:
         axes.set_xticks(range(len(devices)), [str(device) for device in devices])
-    if len(rows) <= MOST_TICKS:
+    if len(rows) <= MAX_TICKS:
         axes.set_yticks(range(len(rows)), ["latents of rank " + str(row.rank) if latent else row.name for row in rows])
     else:
         axes.set_ylabel("part of the cache")
@@ -132,10 +132,10 @@ def _cell(column: int, row: int, colour: str) -> Any:
 
 
 def ownership_strip(*geometries: CacheGeometry, tokens: int | None = None) -> "tuple[Figure, Numbers]":
-    """Which rank stores which position of a request, one strip for each geometry.
+    """Which rank stores which position of a request, as one strip for each geometry.
 
-    `tokens` are the first positions to show; None: two blocks of the largest. Numbers: for each geometry its name,
-    the `ranks` of the positions and how many each rank stores.
+    Positions 0 .. tokens-1 are shown; None shows two blocks of the largest block size. Numbers: for each geometry its
+    `name`, the `ranks` of the positions, and `tokens_per_rank`.
     """
     if not geometries:
         raise ValueError(
@@ -189,23 +189,25 @@ def _draw_strips(
             axes.axhline(row - 0.5, color="white", linewidth=8)
         for end in range(geometry.block_size, shown, geometry.block_size):
             axes.plot([end - 0.5, end - 0.5], [row - 0.4, row + 0.4], color="black", linewidth=2)
-        if shown <= MOST_LABELLED:
+        if shown <= MAX_LABELLED:
             for position, rank in enumerate(strip):
-                axes.text(position, row, str(rank), ha="center", va="center", fontsize=8, color=on(palette[rank]))
+                axes.text(
+                    position, row, str(rank), ha="center", va="center", fontsize=8, color=text_colour(palette[rank])
+                )
     axes.set_yticks(range(len(strips)), [_name(geometry) for geometry in geometries])
     axes.tick_params(axis="y", length=0)
     axes.spines[:].set_visible(False)
-    told = range(ranks) if ranks <= len(COLOURS) else sorted({0, ranks // 4, ranks // 2, 3 * ranks // 4, ranks - 1})
-    names = ["rank 0", *(str(rank) for rank in told[1:])]
-    patches = [Patch(color=palette[rank], label=name) for rank, name in zip(told, names, strict=True)]
-    legend_above(axes, len(told), patches)
+    named = range(ranks) if ranks <= len(COLOURS) else sorted({0, ranks // 4, ranks // 2, 3 * ranks // 4, ranks - 1})
+    names = ["rank 0", *(str(rank) for rank in named[1:])]
+    patches = [Patch(color=palette[rank], label=name) for rank, name in zip(named, names, strict=True)]
+    legend_above(axes, len(named), patches)
 
 
 def merge_weights(lse: Any) -> "tuple[Figure, Numbers]":
-    """What each rank's partial counts for in the merge: exp(lse - logsumexp over the ranks).
+    """The weight of each rank's partial in the merge: exp(lse - logsumexp over the ranks).
 
-    `lse` is [dcp] or, of several heads, [dcp, H]; -inf is a rank that saw no key. Numbers: `weights` as `lse` came,
-    and the `empty` ranks, which saw no key for any head.
+    `lse` is [dcp], or [dcp, H] for several heads; -inf means that the rank saw no key. Numbers: `weights` in the shape
+    of `lse`, and the `empty` ranks, which saw no key for any head.
     """
     import jax.numpy as jnp
     from jax.nn import logsumexp
@@ -229,7 +231,7 @@ def _draw_weights(axes: "Axes", heads: np.ndarray, empty: list[int]) -> None:
     for head in range(count):
         places = np.arange(ranks) + (head - (count - 1) / 2) * width
         axes.bar(places, heads[:, head], width * 0.95, color=palette[head], label=f"head {head}")
-        if ranks * count <= MOST_TICKS:
+        if ranks * count <= MAX_TICKS:
             for rank in set(range(ranks)) - set(empty):
                 share = heads[rank, head]
                 axes.text(places[rank], share, f"{share:.0%}", ha="center", va="bottom", fontsize=8)

@@ -1,4 +1,4 @@
-"""A figure that shows itself in a notebook. Imports matplotlib; `plots_canvas` imports this when it is needed."""
+"""A figure that a notebook displays as PNG. Imports matplotlib, so `canvas` imports this file only when it plots."""
 
 import io
 from typing import Any
@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 DPI = 100
 
 
-class Picture(Figure):
-    """Rendered by Agg, without a window."""
+class NotebookFigure(Figure):
+    """Rendered by matplotlib's Agg backend, without a window."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(dpi=DPI, **options)
@@ -18,5 +18,5 @@ class Picture(Figure):
 
     def _repr_png_(self) -> bytes:
         target = io.BytesIO()
-        self.savefig(target, format="png", metadata={"Software": None})  # equal pictures are equal bytes
+        self.savefig(target, format="png", metadata={"Software": None})  # equal figures give equal bytes
         return target.getvalue()

@@ -1,7 +1,4 @@
-"""Pictures of load: what fits, how fast it goes, and what each step did.
-
-Takes plans, simulations and recordings as they are; knows nothing about how they came about.
-"""
+"""Plots of capacity, throughput, single steps and cache occupancy, from plans, simulations and recordings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,11 +14,11 @@ if TYPE_CHECKING:
     from dcpjax.planning.planner import Plan
     from dcpjax.simulation.result import Simulation
 
-MOST_EDGED = 150  # bars that are wide enough for an edge
+MAX_EDGED = 150  # with more bars, they are too narrow for an edge
 
 
 class Step(Protocol):
-    """What a timeline shows of a step: simulated or recorded."""
+    """The fields of a simulated or recorded step that `timeline` and `occupancy` read."""
 
     @property
     def time(self) -> float: ...
@@ -52,7 +49,7 @@ class LoadPoint:
 
     concurrency: int  # requests that want to run at once
     tokens_per_second: float  # generated
-    inter_token_seconds: float  # the usual gap between two tokens of a request
+    inter_token_seconds: float  # median gap between two tokens of a request
     saturated: bool  # whether requests wait for cache
 
     @classmethod
@@ -66,7 +63,7 @@ class LoadPoint:
 
 
 def capacity(plan: "Plan") -> "tuple[Figure, Numbers]":
-    """Tokens that the cache holds on each legal layout. Numbers: columns of the bars, by rising dcp."""
+    """Tokens that the cache holds on each legal layout. Numbers: a list per column, in the order of the bars."""
     figure, (axes,) = canvas(3.2)
     rows, most = plan.rows, max(row.tokens for row in plan.rows)
     unit, name = (1e6, "million tokens") if most >= 1e6 else (1e3, "thousand tokens")
@@ -88,8 +85,8 @@ def capacity(plan: "Plan") -> "tuple[Figure, Numbers]":
 def throughput(curves: "Mapping[str, Sequence[LoadPoint | Simulation]]", *, source: str) -> "tuple[Figure, Numbers]":
     """Tokens per second and the gap between tokens over concurrency, a curve for each layout.
 
-    A ring marks where a curve saturates: from there on requests wait for cache. `source` says in the title what the
-    numbers are, such as "simulated floor" or "measured". Numbers: for each curve its columns and `saturates_at`.
+    A ring marks where a curve saturates: from there on, requests wait for cache. `source` is the title and says where
+    the numbers come from, such as "simulated" or "measured". Numbers: for each curve its columns and `saturates_at`.
     """
     points = {label: [_point(one) for one in curve] for label, curve in curves.items()}
     if not any(points.values()):
@@ -104,7 +101,7 @@ def throughput(curves: "Mapping[str, Sequence[LoadPoint | Simulation]]", *, sour
         axes.set_ylabel(name)
         axes.yaxis.set_major_formatter("{x:,.6g}")
     rates.set_title(source, loc="left", pad=22)
-    _mark_meaning(gaps, points)
+    _explain_ring(gaps, points)
     legend_above(rates, 2)
     return figure, {label: _columns(curve) for label, curve in points.items()}
 
@@ -141,7 +138,7 @@ def _label_loads(axes: "Axes", points: Mapping[str, Sequence[LoadPoint]]) -> Non
     axes.set_xlabel("requests at once")
 
 
-def _mark_meaning(axes: "Axes", points: Mapping[str, Sequence[LoadPoint]]) -> None:
+def _explain_ring(axes: "Axes", points: Mapping[str, Sequence[LoadPoint]]) -> None:
     if any(_saturates_at(curve) is not None for curve in points.values()):
         ring = axes.plot(
             [], [], "o", markersize=11, markerfacecolor="none", color=INK, label="cache too small from here"
@@ -150,16 +147,16 @@ def _mark_meaning(axes: "Axes", points: Mapping[str, Sequence[LoadPoint]]) -> No
 
 
 def timeline(run: Run) -> "tuple[Figure, Numbers]":
-    """What each step did, at the time it did it: tokens of prompts and of decodes, and preemptions.
+    """Prefill tokens, decode tokens and preemptions of each step, over time.
 
-    Numbers: `steps`, `seconds`, `prefill_tokens`, `decode_tokens` and `preempted` in all.
+    Numbers: the number of `steps`, and the totals `seconds`, `prefill_tokens`, `decode_tokens` and `preempted`.
     """
     steps = run.timeline
     if not steps:
         raise ValueError("timeline must have at least one step, but the run has none; record more")
     figure, (upper, lower) = canvas(3.8, rows=2)
     starts, widths = [step.time for step in steps], [step.seconds for step in steps]
-    bars = {"align": "edge", "edgecolor": "white", "linewidth": 0.4 if len(steps) <= MOST_EDGED else 0.0}
+    bars = {"align": "edge", "edgecolor": "white", "linewidth": 0.4 if len(steps) <= MAX_EDGED else 0.0}
     upper.bar(starts, [step.prefill_tokens for step in steps], widths, color=COLOURS[1], **bars)
     lower.bar(starts, [step.decode_tokens for step in steps], widths, color=COLOURS[0], **bars)
     _mark_preemptions(lower, steps)
@@ -175,17 +172,17 @@ def timeline(run: Run) -> "tuple[Figure, Numbers]":
 
 
 def _mark_preemptions(axes: "Axes", steps: Sequence[Step]) -> None:
-    """Above the bars, in the middle of the steps that requests gave way to."""
-    gave_way = [step for step in steps if step.preempted]
-    if gave_way:
+    """A marker above the bars of each step that preempted requests."""
+    preempting = [step for step in steps if step.preempted]
+    if preempting:
         height = 1.2 * max(1, *(step.decode_tokens for step in steps))
-        places = [step.time + step.seconds / 2 for step in gave_way]
+        places = [step.time + step.seconds / 2 for step in preempting]
         axes.plot(places, [height] * len(places), "v", color=COLOURS[5], markersize=8, label="preemption")
         legend_above(axes, 1)
 
 
 def occupancy(runs: Mapping[str, Run]) -> "tuple[Figure, Numbers]":
-    """Share of the cache in use, step after step, a line for each run. Numbers: for each its `usage`, `mean`, `max`."""
+    """Share of the cache in use at each step, a line for each run. Numbers: for each its `usage`, `mean` and `max`."""
     if not any(run.timeline for run in runs.values()):
         raise ValueError("runs must hold at least one step, but hold none; use {'dcp=8': record(llm, prompts)}")
     figure, (axes,) = canvas(3.0)

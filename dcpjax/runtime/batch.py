@@ -1,7 +1,8 @@
-"""A step's requests as fixed-shape arrays: the only thing that crosses from the host's plans to the device.
+"""A step's requests as arrays of fixed shapes: all that goes from the host to the device.
 
-Tokens of all scheduled requests lie one after another, decodes first; shapes come from a few buckets so that each
-is compiled once. Padding is -1 and is dropped on the device; a token that only the device knows is `UNKNOWN`.
+The tokens of all scheduled requests lie one after another, decodes first. Sizes are rounded up to a few buckets, so
+that few programs are compiled. Padding is -1 and is dropped on the device; a token that only the device knows is
+`UNKNOWN`.
 
     tokens  | d0 | d1 | d2 | p0 p0 p0 p0 p0 | p1 p1 p1 | -1 -1 |      3 decodes, 2 prompt chunks, padding
     rows    |  0 |  1 |  2 |  3  3  3  3  3 |  4  4  4 | -1 -1 |
@@ -25,25 +26,25 @@ LEAST_TOKENS = 32  # of a step that runs prompts
 
 @struct.dataclass
 class Batch:
-    """One step's input. N tokens, R rows (requests)."""
+    """One step's input: T tokens of B requests."""
 
-    # [N] int32, host: token ids, -1 for padding, -2 for the newest token of the row's seat
+    # [T] int32, host: token ids, -1 for padding, -2 for the newest token of the request's seat
     tokens: jax.Array
     work: Work
-    # [R] int32, host: index into the N tokens of each request's last one, 0 for padding
+    # [B] int32, host: index into the T tokens of each request's last one, 0 for padding
     last: jax.Array
-    # [R] int32, host: seat of each request, 0 for padding
+    # [B] int32, host: seat of each request, 0 for padding
     seats: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shapes:
+class ShapeBuckets:
     """The buckets that step shapes are rounded up to."""
 
     max_rows: int
     max_tokens: int
     table_width: int
-    # fewest tokens of a step in which all tokens of a prompt attend together, None where they never do
+    # fewest tokens of a step in which all tokens of a prompt form one tile; None: tiles have a fixed size
     whole_prompts_from: int | None = None
 
     def decode_only(self, step: Sequence[Scheduled]) -> bool:
@@ -51,21 +52,22 @@ class Shapes:
         return all(entry.count == 1 for entry in step)
 
     def rows(self, count: int) -> int:
-        """N and R of a step of single tokens, and how many of a step choose a next one: 1, 8, 16, 32 ..."""
+        """T and B of a step of single tokens, and rows that are sampled: 1, 8, 16, 32 ..."""
         return 1 if count == 1 else _round_up(count, 8, 2, self.max_rows)
 
     def prompt_rows(self, count: int) -> int:
-        """R of a step that runs prompts: 1, 8, 32, 64 ...: fewer, since each is compiled for each N."""
+        """B of a step that runs prompts: 1, 8, 32, 64 ...: fewer, since each is compiled for each T."""
         return 1 if count == 1 else _round_up(count, 8, 4 if count <= 32 else 2, self.max_rows)
 
     def tokens(self, count: int) -> int:
-        """N of a step that runs prompts: 32, 64, 128 ..."""
+        """T of a step that runs prompts: 32, 64, 128 ..."""
         return _round_up(count, LEAST_TOKENS, 2, self.max_tokens)
 
     def prefill_tile(self, size: int) -> int:
-        """Tokens of a prompt that attend together in a step of N = `size`: few in the smallest steps.
+        """Tokens of a prefill tile in a step of T = `size` tokens.
 
-        Those run the end of a long prompt beside decodes, where every token of a tile costs as much as a decode.
+        Few in the smallest steps: these run a few tokens of a long prompt beside decodes, and padding a tile costs as
+        much as real tokens.
         """
         if size <= LEAST_TOKENS:
             return min(size, SHORT_TILE)
@@ -80,7 +82,7 @@ def _round_up(count: int, least: int, base: int, most: int) -> int:
     return max(count, min(size, most))
 
 
-def build(step: Sequence[Scheduled], shapes: Shapes, geometry: CacheGeometry) -> Batch:
+def build(step: Sequence[Scheduled], shapes: ShapeBuckets, geometry: CacheGeometry) -> Batch:
     """Lay the scheduled tokens out, in the order of `step`."""
     decode_only = shapes.decode_only(step)
     rows = shapes.rows(len(step)) if decode_only else shapes.prompt_rows(len(step))

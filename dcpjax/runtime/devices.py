@@ -1,4 +1,4 @@
-"""Asking JAX for devices and for a compilation cache, before and after its backend starts."""
+"""Asks JAX for devices and for a compilation cache, before and after its backend starts."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from dcpjax.checkpoint.hub import cache_folder
 
 
 def ensure_devices(count: int) -> None:
-    """See to it that JAX has `count` devices, asking for virtual CPU devices if no backend has started yet.
+    """Make sure that JAX has `count` devices: ask for virtual CPU devices if no backend has started yet.
 
     Raises ValueError, with the line to run first, when a backend runs already and has too few.
     """

@@ -1,4 +1,4 @@
-"""Keeping Ctrl-C out of the middle of things. Knows signals; knows nothing about what is going on."""
+"""Delaying Ctrl-C until a piece of work is whole."""
 
 import contextlib
 import signal
@@ -9,9 +9,9 @@ from types import FrameType
 
 @contextlib.contextmanager
 def held_interrupts() -> Iterator[None]:
-    """Let the body finish before a Ctrl-C is heeded; a second one is heeded at once.
+    """Let the body finish before a Ctrl-C raises KeyboardInterrupt; a second Ctrl-C raises it at once.
 
-    Does nothing where somebody else handles the signal, or outside the main thread, which gets none.
+    Does nothing if another handler is installed, or outside the main thread, which alone gets signals.
     """
     usual = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or usual is not signal.default_int_handler:

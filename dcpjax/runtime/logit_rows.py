@@ -1,6 +1,6 @@
-"""Which of a step's tokens meet the head: those from which a next one is chosen, and prompt tokens to be scored.
+"""Which of a step's tokens meet the head: those from which a next one is sampled, and prompt tokens to be scored.
 
-Plain lists and numpy arrays, laid out as `batch` lays out the step; knows no device.
+Indices count the step's tokens as `batch` lays them out.
 """
 
 from collections.abc import Sequence
@@ -9,26 +9,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from dcpjax.engine.scheduler import Scheduled
-from dcpjax.runtime.batch import Batch, Shapes, padded
-from dcpjax.sampling.buckets import round_up
+from dcpjax.runtime.batch import Batch, ShapeBuckets, padded
+from dcpjax.sampling.bucket_size import bucket_size
 from dcpjax.sampling.sampler import SamplingBatch
-from dcpjax.sampling.scoring import shared_count
+from dcpjax.sampling.scoring import shared_num_logprobs
 
 LEAST_SCORED = 32
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The tokens that next ones follow from, and how those are chosen."""
+class SampledRows:
+    """The tokens from which next ones are sampled, and the sampling options of their requests."""
 
-    # [C]: index into the step's tokens, 0 for padding
+    # [B]: index into the step's tokens, 0 for padding
     indices: np.ndarray
     options: SamplingBatch
 
     @classmethod
-    def of(cls, step: Sequence[Scheduled], batch: Batch, shapes: Shapes, vocab_size: int) -> "Choice | None":
+    def of(cls, step: Sequence[Scheduled], batch: Batch, shapes: ShapeBuckets, vocab_size: int) -> "SampledRows | None":
         """None if no request is at its newest token."""
-        rows = choosing_rows(step)
+        rows = sampled_entries(step)
         if not rows:
             return None
         size = shapes.rows(len(rows))
@@ -37,23 +37,23 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoredTokens:
     """Prompt tokens whose log-probabilities are wanted."""
 
-    # [C]: index into the step's tokens of the token before, 0 for padding
+    # [n]: index into the step's tokens of the token before, 0 for padding
     indices: np.ndarray
-    # [C]: the token itself, -1 for padding
+    # [n]: the token itself, -1 for padding
     targets: np.ndarray
-    # how many of the most likely tokens are reported beside; -1 is all
+    # how many of the most likely tokens are reported, too; -1 is all
     num_logprobs: int
 
     @classmethod
-    def of(cls, step: Sequence[Scheduled], vocab_size: int) -> "Scoring | None":
+    def of(cls, step: Sequence[Scheduled], vocab_size: int) -> "ScoredTokens | None":
         """None if no prompt token of the step is to be scored."""
         scored = scored_tokens(step)
-        size = round_up(len(scored), least=LEAST_SCORED)
+        size = bucket_size(len(scored), smallest=LEAST_SCORED)
         wanted = [step[row].request.params.prompt_logprobs for row, _, _ in scored]
-        count = shared_count(wanted, vocab_size)
+        count = shared_num_logprobs(wanted, vocab_size)
         if count is None:
             return None
         targets = [step[row].request.prompt_token_ids[position + 1] for row, _, position in scored]
@@ -61,13 +61,13 @@ class Scoring:
         return cls(padded(indices, size, fill=0), padded(targets, size, fill=-1), count)
 
 
-def choosing_rows(step: Sequence[Scheduled]) -> list[int]:
-    """Rows from whose last token the next one is chosen."""
+def sampled_entries(step: Sequence[Scheduled]) -> list[int]:
+    """Numbers of the entries from whose last token the next one is sampled."""
     return [row for row, entry in enumerate(step) if entry.samples]
 
 
 def scored_tokens(step: Sequence[Scheduled]) -> list[tuple[int, int, int]]:
-    """(row, index into the step's tokens, position) of the prompt tokens whose successor's likelihood is wanted."""
+    """(entry, index into the step's tokens, position) of the prompt tokens whose next token is to be scored."""
     found, first = [], 0
     for row, entry in enumerate(step):
         if entry.request.scores_prompt:

@@ -1,4 +1,4 @@
-"""What a step gives back to the host, entry by entry. Knows arrays that have arrived; knows nothing about devices."""
+"""The arrays of a step, once they are on the host, as results of its entries."""
 
 from collections.abc import Sequence
 
@@ -6,27 +6,28 @@ import numpy as np
 
 from dcpjax.engine.result import StepResult, TokenScores
 from dcpjax.engine.scheduler import Scheduled
-from dcpjax.runtime.logit_rows import choosing_rows, scored_tokens
+from dcpjax.runtime.logit_rows import sampled_entries, scored_tokens
 from dcpjax.sampling.sampler import Sampled
 from dcpjax.sampling.scoring import Logprobs
 
 
 def step_result(
-    step: Sequence[Scheduled], sound: np.ndarray | None, sampled: Sampled | None, prompt_scores: Logprobs | None
+    step: Sequence[Scheduled], finite: np.ndarray | None, sampled: Sampled | None, prompt_scores: Logprobs | None
 ) -> StepResult:
-    """The arrays of a step, on the host, as results of its entries.
+    """One result for each entry.
 
-    `sampled` has a row for each entry that chooses, None if there is none; `sound` says of every entry whether its
-    hidden state is finite, None if all choose.
+    Args:
+        finite: whether the hidden state of each entry is finite; None if every entry is sampled.
+        sampled: a row for each entry that is sampled; None if none is.
     """
-    rows = choosing_rows(step)
+    rows = sampled_entries(step)
     tokens = np.zeros(len(step), np.int32)
-    finite = np.ones(len(step), np.bool_) if sound is None else np.array(sound[: len(step)])
+    is_finite = np.ones(len(step), np.bool_) if finite is None else np.array(finite[: len(step)])
     if sampled is not None:
-        tokens[rows], finite[rows] = sampled.tokens[: len(rows)], sampled.finite[: len(rows)]
+        tokens[rows], is_finite[rows] = sampled.tokens[: len(rows)], sampled.finite[: len(rows)]
     return StepResult(
         tokens=tokens.tolist(),
-        finite=finite.tolist(),
+        finite=is_finite.tolist(),
         scores=_scores_of_samples(step, rows, sampled),
         prompt_scores=_scores_of_prompts(step, prompt_scores),
     )

@@ -1,7 +1,7 @@
-"""Compiling a model's programs before the first request: which steps an engine can meet, and all of them at once.
+"""Compiling a model's programs before the first request: one example step of each shape that an engine can meet.
 
-A step's shape is its rows and its tokens, rounded up to buckets; one example of each shape is enough to compile for.
-Sampling is compiled for greedy requests, whatever a batch holds besides is compiled at its first use. Knows no arrays.
+A step's shape is its rows and its tokens, rounded up to buckets. Sampling is compiled for greedy requests; other
+sampling options compile at their first use.
 """
 
 import os
@@ -10,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dcpjax.api.config import Warmup
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.progress import status
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduled
-from dcpjax.runtime.batch import Shapes
+from dcpjax.runtime.batch import ShapeBuckets
 from dcpjax.runtime.runner import Runner
 
 Step = list[Scheduled]
@@ -35,21 +34,21 @@ def warm_up(runner: Runner, choice: Warmup, *, threads: int | None = None) -> No
     runner.note_compiled(programs)
 
 
-def steps(shapes: Shapes, max_model_len: int, choice: Warmup) -> list[Step]:
-    """An example of each shape, the longest first."""
+def steps(shapes: ShapeBuckets, max_model_len: int, choice: Warmup) -> list[Step]:
+    """An example step of each shape, the largest first."""
     found = list(decode_steps(shapes))
     if choice == "all":
         found += prompt_steps(shapes, max_model_len)
     return sorted(found, key=lambda step: -sum(entry.count for entry in step))
 
 
-def decode_steps(shapes: Shapes) -> Iterator[Step]:
+def decode_steps(shapes: ShapeBuckets) -> Iterator[Step]:
     for rows in _buckets(shapes.rows, _most_rows(shapes)):
         yield from _steps([1] * rows, shapes)
 
 
-def prompt_steps(shapes: Shapes, max_model_len: int) -> Iterator[Step]:
-    """Steps of each number of tokens, with each number of rows that can have so many."""
+def prompt_steps(shapes: ShapeBuckets, max_model_len: int) -> Iterator[Step]:
+    """Steps of each number of tokens, with each number of rows that can hold so many."""
     fewer = 0  # tokens that still fit the bucket before
     for tokens in _buckets(shapes.tokens, shapes.max_tokens):
         for bucket in _buckets(shapes.prompt_rows, _most_rows(shapes)):
@@ -59,15 +58,15 @@ def prompt_steps(shapes: Shapes, max_model_len: int) -> Iterator[Step]:
         fewer = tokens
 
 
-def _steps(counts: list[int], shapes: Shapes) -> Iterator[Step]:
-    """Entries of so many tokens: all choose a next one, or so few that the choice has a smaller shape."""
-    for choosing in _buckets(shapes.rows, len(counts)):
-        yield [_entry(number, count, number < choosing) for number, count in enumerate(counts)]
+def _steps(counts: list[int], shapes: ShapeBuckets) -> Iterator[Step]:
+    """Entries of so many tokens each. All are sampled, or fewer, so that the sampled rows have a smaller shape."""
+    for sampled in _buckets(shapes.rows, len(counts)):
+        yield [_entry(number, count, number < sampled) for number, count in enumerate(counts)]
 
 
 def _entry(number: int, count: int, samples: bool) -> Scheduled:
     greedy = SamplingParams(temperature=0)
-    request = Request(number, [0] * count, greedy, 1, 0, frozenset(), RequestMetrics(0.0), seat=number)
+    request = Request(number=number, prompt_token_ids=[0] * count, params=greedy, max_tokens=1, seat=number)
     return Scheduled(request, 0, count, [], samples)
 
 
@@ -75,12 +74,12 @@ def _buckets(rounded: Callable[[int], int], most: int) -> list[int]:
     return sorted({rounded(count) for count in range(1, most + 1)})
 
 
-def _most_rows(shapes: Shapes) -> int:
+def _most_rows(shapes: ShapeBuckets) -> int:
     return min(shapes.max_rows, shapes.max_tokens)
 
 
 def _run(jobs: Iterable[Callable[[], Any]], threads: int) -> None:
-    """All of them; when one fails or the user interrupts, those not yet begun are dropped."""
+    """Run all jobs. When one fails or the user interrupts, those not yet begun are dropped."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="compile")
     try:
         for done in [pool.submit(job) for job in jobs]:

@@ -1,14 +1,14 @@
-"""Words that must not be generated, as sequences of token ids. Knows neither tokenizers nor arrays."""
+"""Words that must not be generated (`bad_words`), as sequences of token ids."""
 
 from collections.abc import Callable, Iterator, Sequence
 
-Word = tuple[int, ...]
+WordIds = tuple[int, ...]
 
 
-def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> tuple[Word, ...]:
-    """Every word as it is spelled at the start of a text and after a space, each sequence once.
+def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> tuple[WordIds, ...]:
+    """The token ids of every word, as spelled at the start of a text and after a space. No sequence occurs twice.
 
-    A sequence that ends with another one is left out: wherever it could end, the other ends too.
+    A sequence that ends with another one is left out, because banning the shorter one bans both.
 
     Args:
         encode: text to token ids, without special tokens.
@@ -16,22 +16,22 @@ def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> tu
     Raises:
         ValueError: a word that has no tokens.
     """
-    found: dict[Word, None] = {}
+    found: dict[WordIds, None] = {}
     for word in words:
         bare = word.lstrip() or word
         spellings = [ids for text in (bare, f" {bare}") if (ids := tuple(encode(text)))]
         if not spellings:
             raise ValueError(f"bad_words must hold words of at least one token, but {word!r} has none; leave it out")
         found.update(dict.fromkeys(spellings))
-    return tuple(ids for ids in found if not any(_ends_longer(ids, other) for other in found))
+    return tuple(ids for ids in found if not any(_is_proper_suffix(other, ids) for other in found))
 
 
-def _ends_longer(ids: Word, other: Word) -> bool:
-    return len(ids) > len(other) and ids[-len(other) :] == other
+def _is_proper_suffix(suffix: WordIds, ids: WordIds) -> bool:
+    return len(ids) > len(suffix) and ids[-len(suffix) :] == suffix
 
 
-def completing(words: Sequence[Word], output_token_ids: Sequence[int]) -> Iterator[int]:
-    """Tokens that, generated next, would complete one of the words."""
+def completing_tokens(words: Sequence[WordIds], output_token_ids: Sequence[int]) -> Iterator[int]:
+    """The last token of each word whose other tokens end the output: generated next, it would complete the word."""
     for *before, last in words:
         if not before or list(output_token_ids[-len(before) :]) == before:
             yield last

@@ -1,7 +1,7 @@
-"""Which tokens may come next, so that a text obeys a JSON schema, a regular expression, a list or a grammar.
+"""Grammar-constrained decoding (structured outputs): which tokens may come next, as a mask over the vocabulary.
 
-The llguidance package parses; this room gives it the bytes of every token, in the spelling that `Tokenizer.decode`
-uses, and speaks in masks of token ids. Knows nothing about logits, batches or requests.
+The generated text then follows a JSON schema, a regular expression, one of some choices, or a grammar. The llguidance
+package compiles and follows the grammar; this file gives it the bytes that `Tokenizer.decode` produces for each token.
 """
 
 import json
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 KINDS = tuple(field.name for field in fields(StructuredOutputsParams))
-# Between the parts of a JSON text. The bound is ours: a model that has lost the thread pads forever.
+# Between the elements of a JSON text. Bounded here, because some models generate whitespace without end.
 WHITESPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
-MAX_REASON = 200  # characters of the library's own words in a sentence of ours
-STUCK = "NoExtension"  # its word for a text that must go on where no token can
-REMEMBERED = 16  # grammars kept compiled: prompts come in batches that share one
+MAX_REASON = 200  # characters of llguidance's message quoted in an error
+NO_EXTENSION = "NoExtension"  # begins llguidance's message if the text is incomplete and no token can extend it
+COMPILED_GRAMMARS = 16  # kept, because the prompts of a batch often share a grammar
 
 
 class GuideMaker:
-    """Makes the guides of one model. Holds the vocabulary in llguidance's form."""
+    """Makes a `Guide` for each request of one model. Holds the vocabulary in llguidance's form."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """`vocab_size` is the width of the logits: ids of theirs that the tokenizer lacks are never allowed.
+        """`vocab_size` is the width of the logits. Ids below it that the tokenizer does not have are never allowed.
 
         Raises ValueError if the llguidance package or an end-of-sequence token is missing.
         """
@@ -45,32 +45,34 @@ class GuideMaker:
         vocabulary = _Vocabulary(tokenizer, vocab_size, ends)
         self._vocabulary = self._library.LLTokenizer(vocabulary, eos_token=ends)
         self._leading = vocabulary.leading
-        self._words = -(-vocab_size // 32)
-        self._compiled = lru_cache(REMEMBERED)(self._compile)
+        self._mask_words = -(-vocab_size // 32)
+        self._compiled = lru_cache(COMPILED_GRAMMARS)(self._compile)
 
     def make(self, spec: StructuredOutputsParams) -> "Guide":
-        r"""A guide at the beginning of a text. Raises ValueError for a spec that cannot be followed.
+        r"""A guide at the start of a text. Raises ValueError for a spec that is invalid or that no text can follow.
 
-        A regular expression is one of Rust's regex crate and describes the whole text; `\d` is any digit of Unicode.
+        Regular expressions have the syntax of Rust's regex crate and must match the whole text; `\d` matches any
+        Unicode digit.
         """
         kind = next(name for name in KINDS if getattr(spec, name) is not None)
         compiled = self._compiled(kind, self._grammar(kind, getattr(spec, kind)))
-        return Guide(compiled.deep_copy(), self._words, kind)
+        return Guide(compiled.deep_copy(), self._mask_words, kind)
 
     def _grammar(self, kind: str, value: Any) -> str:
-        """The form that llguidance reads, whatever the kind."""
+        """The grammar in the JSON form that llguidance reads, the same for every kind."""
         try:
             return json.dumps({"grammars": self._after_leading(self._rule(kind, value))}, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise _refusal(kind, str(error)) from error
 
     def _after_leading(self, guided: dict[str, Any]) -> list[dict[str, Any]]:
-        """What the tokenizer drops from the beginning of a text has to be generated before the text."""
+        """Put the characters that the tokenizer strips from the start of a text (often a space) before the grammar."""
         if not self._leading:
             return [guided]
         return [{"lark_grammar": f"start: {json.dumps(self._leading)} @guided"}, guided | {"name": "guided"}]
 
     def _rule(self, kind: str, value: Any) -> dict[str, Any]:
+        """The user's constraint as one llguidance grammar."""
         match kind:
             case "json":
                 return {"json_schema": _schema(value)}
@@ -85,47 +87,50 @@ class GuideMaker:
 
     def _compile(self, kind: str, grammar: str) -> "LLMatcher":
         matcher = self._library.LLMatcher(self._vocabulary, grammar, log_level=0)
-        matcher.compute_bitmask()  # Finds out now whether any token can begin the text.
+        matcher.compute_bitmask()  # sets the matcher's error now if no token can begin the text
         if matcher.is_error():
             raise _refusal(kind, matcher.get_error())
         return matcher
 
 
 class Guide:
-    """How far one text has come. Follows sampled tokens only, so a request that is recomputed needs no replay."""
+    """The grammar's state after the tokens generated so far for one request.
 
-    def __init__(self, matcher: "LLMatcher", words: int, kind: str) -> None:
-        """`words` is the length of a mask; `kind` is how the user asked, for the sentences of errors."""
+    It advances with sampled tokens only, so it stays valid when a preempted request's cache is computed again.
+    """
+
+    def __init__(self, matcher: "LLMatcher", mask_words: int, kind: str) -> None:
+        """`mask_words` is the length of a mask; `kind` is the option the user gave (json, regex ...), for errors."""
         self._matcher = matcher
-        self._words = words
+        self._mask_words = mask_words
         self._kind = kind
         self._mask: np.ndarray | None = None
 
     def mask(self) -> np.ndarray:
         """[ceil(vocab_size / 32)] uint32, read-only: bit i % 32 of word i // 32 is 1 if token i may come next.
 
-        Raises ValueError when no token can: the vocabulary cannot spell what must follow, or the grammar
-        asks for more work than the library allows.
+        Raises ValueError if no token can: the vocabulary cannot spell what must follow, or the grammar exceeds
+        llguidance's limits.
         """
         if self._mask is None:
-            # The library's mask can be a word longer.
-            self._mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32, self._words)
+            # llguidance's mask can be a word longer.
+            self._mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32, self._mask_words)
             self._check()
         return self._mask
 
     def advance(self, token_id: int) -> None:
-        """Take the sampled token. Raises ValueError if the mask did not allow it."""
+        """Advance by the sampled token. Raises ValueError if the mask did not allow it."""
         self._mask = None
         self._matcher.consume_token(token_id)
         self._check()
 
     @property
     def is_finished(self) -> bool:
-        """Whether the text is complete, so that nothing but an end-of-sequence token may follow."""
+        """Whether the text is complete: only an end-of-sequence token may follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def _check(self) -> None:
-        # In an error the library's mask would allow the end of the sequence.
+        # After an error, llguidance's mask allows the end of the sequence, so it must not be used.
         if self._matcher.is_error():
             self._mask = None
             raise ValueError(
@@ -135,7 +140,7 @@ class Guide:
 
 
 class _Vocabulary:
-    """The attributes by which llguidance reads a tokenizer."""
+    """The tokenizer in the form that llguidance expects: an object with these attributes, called to encode text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -145,7 +150,7 @@ class _Vocabulary:
         self.leading = leading.character * leading.count
         self.eos_token_id = ends[0]
         self.tokens = [tokenizer.piece(token_id) for token_id in range(vocab_size)]
-        # These spell nothing in a text: only a grammar that names one allows it.
+        # Special tokens add no text: they are allowed only where the grammar names them.
         special = tokenizer.special_ids.intersection(range(vocab_size)).union(ends)
         self.special_token_ids = sorted(special)
         self._encode = tokenizer.encode
@@ -156,13 +161,16 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """A text that has to follow, cut as the model learnt it. llguidance trusts the answer to spell the text."""
+        """Tokens of a text that the grammar forces. llguidance relies on them spelling exactly this text."""
         ids = [token_id for token_id in self._encode(text, add_special_tokens=False) if token_id in self._pieces]
         spelled = b"".join(self._pieces[token_id] for token_id in ids)
         return ids if spelled == text.encode() else self._longest_matches(text.encode())
 
     def _longest_matches(self, rest: bytes) -> list[int]:
-        """For what `encode` changes: text that spells a control token, is normalised, or gets a space in front."""
+        """Greedy tokenization, for texts that `encode` does not reproduce.
+
+        These are texts that contain a control token's name, are normalised, or get a space in front.
+        """
         ids: list[int] = []
         while piece := self._longest_match(rest):
             ids.append(self._ids[piece])
@@ -186,8 +194,8 @@ def _refusal(kind: str, message: str) -> ValueError:
 
 
 def _reason(message: str) -> str:
-    """The line of the library's message that says what is wrong; the others draw where."""
-    if message.startswith(STUCK):
+    """The line of llguidance's message that says what is wrong, without the lines that show where."""
+    if message.startswith(NO_EXTENSION):
         return "no token of the vocabulary can come next"
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason given"]
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])

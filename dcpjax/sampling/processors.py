@@ -1,140 +1,156 @@
-"""What changes logits before the draw: masks, biases, penalties and cuts, each on its own. Knows no requests.
+"""Logits processors: allowed tokens, logit bias, penalties, and truncation by min-p, top-k and top-p.
 
-Nothing here sorts a row: on a CPU, XLA sorts 49,152 numbers in 10 ms; a bisection for the same cut takes 1.
+No processor sorts a row: on a CPU, XLA takes 10 ms to sort 49,152 numbers. Top-k and top-p look at the few best
+tokens first; where these are too few, they find their threshold by bisection in 1 ms.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcpjax.sampling.sampler_arrays import Bias, Cut, Penalties
+from dcpjax.sampling.sampler_arrays import Bias, Penalties, Truncation
 
-BLOCK = 64  # tokens; of 64 and 256 neither is faster
-NEAR = 256  # tokens that hold most cuts; finding them takes 0.2 ms of a row, sorting it 10
+CANDIDATES = 256  # best tokens in which top-k and top-p look first; finding them takes 0.2 ms of a row of 49,152
 FLOAT_BITS = 31  # of a float32 without its sign
-ALL = np.int32(2**31 - 1)  # farther than everything
+KEEP_ALL = np.int32(2**31 - 1)  # a threshold above the bits of every gap
 
 
-def allow(logits: jax.Array, allowed: jax.Array) -> jax.Array:
-    """Only tokens whose bit is set: allowed [R, W] uint32."""
-    return jnp.where(_unpack(allowed, logits.shape[1]), logits, -jnp.inf)
+def apply_allowed_tokens(logits: jax.Array, allowed: jax.Array) -> jax.Array:
+    """logits [B, V] with -inf for every token whose bit in allowed [B, ceil(V / 32)] uint32 is 0."""
+    return jnp.where(_unpack_bits(allowed, logits.shape[1]), logits, -jnp.inf)
 
 
-def add(logits: jax.Array, bias: Bias) -> jax.Array:
+def apply_bias(logits: jax.Array, bias: Bias) -> jax.Array:
+    """logits [B, V] plus each row's bias values at its bias ids."""
     rows = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[rows, _or_beyond(bias.ids, logits.shape[1])].add(bias.values, mode="drop")
+    return logits.at[rows, _padding_past_end(bias.ids, logits.shape[1])].add(bias.values, mode="drop")
 
 
-def penalize(logits: jax.Array, penalties: Penalties, newest: jax.Array) -> jax.Array:
-    """Repetition (Keskar et al. 2019) of prompt and generated tokens; frequency and presence of generated ones.
+def apply_penalties(logits: jax.Array, penalties: Penalties, newest: jax.Array) -> jax.Array:
+    """Penalties for repetition (Keskar et al. 2019), of prompt and generated tokens, and for frequency and presence,
+    of generated tokens alone.
 
-    newest [R] int32: the token in flight, where there is one.
+    newest [B] int32 is the last generated token; it counts in rows whose newest token the host does not know yet.
     """
-    vocab, rows = logits.shape[1], jnp.arange(logits.shape[0])
+    vocab_size, rows = logits.shape[1], jnp.arange(logits.shape[0])
     newest = jnp.where(penalties.in_flight, newest, -1)
+    output_ids = _padding_past_end(penalties.output_ids, vocab_size)
     counts = jnp.zeros(logits.shape, jnp.int32)
-    counts = counts.at[rows[:, None], _or_beyond(penalties.output_ids, vocab)].add(penalties.output_counts, mode="drop")
-    counts = counts.at[rows, _or_beyond(newest, vocab)].add(1, mode="drop")
+    counts = counts.at[rows[:, None], output_ids].add(penalties.output_counts, mode="drop")
+    counts = counts.at[rows, _padding_past_end(newest, vocab_size)].add(1, mode="drop")
     repetition = penalties.repetition[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where((counts > 0) | _unpack(penalties.prompt, vocab), repeated, logits)
+    logits = jnp.where((counts > 0) | _unpack_bits(penalties.prompt, vocab_size), repeated, logits)
     logits -= penalties.frequency[:, None] * counts.astype(jnp.float32)
     return logits - penalties.presence[:, None] * (counts > 0).astype(jnp.float32)
 
 
-def cut(logits: jax.Array, options: Cut) -> jax.Array:
-    """-inf for what is left out: by min_p, then top_k, then top_p of what remains.
+def apply_truncation(logits: jax.Array, truncation: Truncation) -> jax.Array:
+    """logits [B, V] with -inf for the tokens that min-p, then top-k, then top-p drop.
 
-    Of equally likely tokens at the edge of top_k or top_p, those with the smallest ids stay.
+    Each step sees only the tokens that the step before kept. Of equally likely tokens at the edge of top-k or top-p,
+    those with the smallest ids are kept.
+
+    The steps work on each token's gap [B, V], the best logit minus its own: 0 for the best token, inf for a dropped
+    one. exp(-gap) is the token's probability over that of the best.
     """
-    below = jnp.max(logits, axis=-1, keepdims=True) - logits  # how far below the likeliest; inf is left out
-    if options.min_p is not None:
-        least = jnp.where(options.min_p > 0, options.min_p, 1.0)
-        most = jnp.where(options.min_p > 0, -jnp.log(least), jnp.inf)
-        below = jnp.where(below <= most[:, None], below, jnp.inf)
-    if options.top_k is not None:
-        count = jnp.where(options.top_k > 0, options.top_k.astype(jnp.float32), jnp.inf)
-        below = _nearest(below, jnp.ones_like(below), count)
-    if options.top_p is not None:
-        weight = jnp.exp(-below)
-        mass = jnp.where(options.top_p < 1, options.top_p * jnp.sum(weight, axis=-1), jnp.inf)
-        below = _nearest(below, weight, mass)
-    return jnp.where(jnp.isfinite(below), logits, -jnp.inf)
+    gap = jnp.max(logits, axis=-1, keepdims=True) - logits
+    if truncation.min_p is not None:
+        gap = _min_p(gap, truncation.min_p)
+    if truncation.top_k is not None:
+        gap = _top_k(gap, truncation.top_k)
+    if truncation.top_p is not None:
+        gap = _top_p(gap, truncation.top_p)
+    return jnp.where(jnp.isfinite(gap), logits, -jnp.inf)
 
 
-def likeliest(logits: jax.Array) -> jax.Array:
-    """The first of the largest logits of each row [R] int32.
+def _min_p(gap: jax.Array, min_p: jax.Array) -> jax.Array:
+    """Keep the tokens at least min_p [B] times as likely as the best; 0 keeps all."""
+    positive = jnp.where(min_p > 0, min_p, 1.0)
+    largest = jnp.where(min_p > 0, -jnp.log(positive), jnp.inf)
+    return jnp.where(gap <= largest[:, None], gap, jnp.inf)
 
-    Over blocks, then inside the best one: XLA computes a maximum with vector instructions, but not where it stands,
-    nor whatever is fused with that search; noise on 32 rows would take four times as long.
+
+def _top_k(gap: jax.Array, top_k: jax.Array) -> jax.Array:
+    """Keep the top_k [B] best tokens; 0 keeps all."""
+    needed = jnp.where(top_k > 0, top_k.astype(jnp.float32), jnp.inf)
+    return _keep_best(gap, jnp.ones_like(gap), needed)
+
+
+def _top_p(gap: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Keep the fewest best tokens whose probabilities sum to top_p [B]; 1 keeps all."""
+    probability = jnp.exp(-gap)  # not normalised
+    needed = jnp.where(top_p < 1, top_p * jnp.sum(probability, axis=-1), jnp.inf)
+    return _keep_best(gap, probability, needed)
+
+
+def _keep_best(gap: jax.Array, weight: jax.Array, needed: jax.Array) -> jax.Array:
+    """Keep the fewest best tokens whose weights [B, V] sum to needed [B] (inf keeps all); the others' gap becomes inf.
+
+    This is top-k with weights of 1 and needed = k, and top-p with probabilities as weights and needed = p.
     """
-    rows, vocab = logits.shape
-    padded = jnp.pad(logits, ((0, 0), (0, -vocab % BLOCK)), constant_values=-jnp.inf).reshape(rows, -1, BLOCK)
-    block = jnp.argmax(jnp.max(padded, axis=-1), axis=-1)
-    inside = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]
-    return (block * BLOCK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
+    bits = _ordered_bits(gap)
+    threshold = _threshold(gap, weight, needed)[:, None]
+    at_edge = bits == threshold
+
+    def drop_surplus_ties(keep: jax.Array) -> jax.Array:
+        """Of the equally likely tokens at the edge, drop those that come after `needed` is reached."""
+        earlier_ties = jnp.cumsum(at_edge, axis=-1, dtype=jnp.int32) - at_edge.astype(jnp.int32)
+        reached = _weight_below(bits, weight, threshold) + earlier_ties.astype(jnp.float32) * weight
+        return keep & ~(at_edge & (earlier_ties > 0) & (reached >= needed[:, None]))
+
+    has_ties = jnp.any(jnp.sum(at_edge & jnp.isfinite(gap), axis=-1, dtype=jnp.int32) > 1)
+    keep = jax.lax.cond(has_ties, drop_surplus_ties, lambda keep: keep, bits <= threshold)
+    return jnp.where(keep, gap, jnp.inf)
 
 
-def _nearest(below: jax.Array, weight: jax.Array, need: jax.Array) -> jax.Array:
-    """Keep the fewest nearest tokens whose weights reach need [R] (inf keeps all); inf in place of the others."""
-    bits = _bits(below)
-    limit = _limit(below, weight, need)[:, None]
-    last = bits == limit
+def _threshold(gap: jax.Array, weight: jax.Array, needed: jax.Array) -> jax.Array:
+    """Ordered bits [B] of the largest gap that is kept.
 
-    def split(keep: jax.Array) -> jax.Array:
-        before = jnp.cumsum(last, axis=-1, dtype=jnp.int32) - last.astype(jnp.int32)
-        mass = _nearer(bits, weight, limit) + before.astype(jnp.float32) * weight
-        return keep & ~(last & (before > 0) & (mass >= need[:, None]))
-
-    crowded = jnp.any(jnp.sum(last & jnp.isfinite(below), axis=-1, dtype=jnp.int32) > 1)
-    keep = jax.lax.cond(crowded, split, lambda keep: keep, bits <= limit)
-    return jnp.where(keep, below, jnp.inf)
-
-
-def _limit(below: jax.Array, weight: jax.Array, need: jax.Array) -> jax.Array:
-    """Bits [R] of the distance of the last token that stays.
-
-    Most often it is one of the few nearest; a row that needs more bisects. Each row's answer comes from the same
-    one of the two whatever its neighbours need: sums in another order could differ in the last bit.
+    Usually the token at the edge is one of the `CANDIDATES` best; a row that needs more tokens bisects. Which of the
+    two gives a row's threshold does not depend on the other rows: they add weights in another order, so their results
+    could differ in the last bit.
     """
-    farness, nearest = jax.lax.top_k(-below, min(NEAR, below.shape[1]))
-    weights = jnp.take_along_axis(weight, nearest, axis=-1)
-    reached = jnp.cumsum(weights, axis=-1)
-    count = jnp.sum(reached - weights < need[:, None], axis=-1, keepdims=True, dtype=jnp.int32)
-    found = _bits(-jnp.take_along_axis(farness, jnp.maximum(count - 1, 0), axis=-1))[:, 0]
-    found = jnp.where(jnp.isinf(need), ALL, found)
-    enough = jnp.isinf(need) | (reached[:, -1] >= need)
+    best_gaps, best_ids = jax.lax.top_k(-gap, min(CANDIDATES, gap.shape[1]))
+    best_weights = jnp.take_along_axis(weight, best_ids, axis=-1)
+    reached = jnp.cumsum(best_weights, axis=-1)
+    count = jnp.sum(reached - best_weights < needed[:, None], axis=-1, keepdims=True, dtype=jnp.int32)
+    found = _ordered_bits(-jnp.take_along_axis(best_gaps, jnp.maximum(count - 1, 0), axis=-1))[:, 0]
+    found = jnp.where(jnp.isinf(needed), KEEP_ALL, found)
+    enough = jnp.isinf(needed) | (reached[:, -1] >= needed)
     return jax.lax.cond(
-        jnp.all(enough), lambda: found, lambda: jnp.where(enough, found, _bisect(_bits(below), weight, need))
+        jnp.all(enough),
+        lambda: found,
+        lambda: jnp.where(enough, found, _bisect_threshold(_ordered_bits(gap), weight, needed)),
     )
 
 
-def _bisect(bits: jax.Array, weight: jax.Array, need: jax.Array) -> jax.Array:
-    """Bit by bit the largest distance such that what is nearer does not reach `need`."""
+def _bisect_threshold(bits: jax.Array, weight: jax.Array, needed: jax.Array) -> jax.Array:
+    """The largest threshold [B], found bit by bit, such that the weights below it do not reach `needed`."""
 
-    def narrow(step: jax.Array, limit: jax.Array) -> jax.Array:
-        farther = limit | (1 << (FLOAT_BITS - 1 - step))
-        return jnp.where(_nearer(bits, weight, farther[:, None])[:, 0] < need, farther, limit)
+    def set_bit(step: jax.Array, threshold: jax.Array) -> jax.Array:
+        larger = threshold | (1 << (FLOAT_BITS - 1 - step))
+        return jnp.where(_weight_below(bits, weight, larger[:, None])[:, 0] < needed, larger, threshold)
 
-    return jax.lax.fori_loop(0, FLOAT_BITS, narrow, jnp.zeros(bits.shape[0], jnp.int32))
-
-
-def _nearer(bits: jax.Array, weight: jax.Array, limit: jax.Array) -> jax.Array:
-    """[R, 1]: the weight of what is nearer than limit [R, 1]."""
-    return jnp.sum(jnp.where(bits < limit, weight, 0.0), axis=-1, keepdims=True)
+    return jax.lax.fori_loop(0, FLOAT_BITS, set_bit, jnp.zeros(bits.shape[0], jnp.int32))
 
 
-def _bits(below: jax.Array) -> jax.Array:
-    """Floats that are not negative order as their bits do."""
-    return jax.lax.bitcast_convert_type(jnp.abs(below), jnp.int32)
+def _weight_below(bits: jax.Array, weight: jax.Array, threshold: jax.Array) -> jax.Array:
+    """[B, 1]: the summed weight of the tokens whose gap is below threshold [B, 1]."""
+    return jnp.sum(jnp.where(bits < threshold, weight, 0.0), axis=-1, keepdims=True)
 
 
-def _unpack(words: jax.Array, vocab: int) -> jax.Array:
-    """Bits [R, W] uint32 -> [R, V] bool."""
-    bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]
-    return (bits & 1).reshape(words.shape[0], -1)[:, :vocab] == 1
+def _ordered_bits(gap: jax.Array) -> jax.Array:
+    """The bit patterns of non-negative float32 values as int32, which have the same order as the values."""
+    return jax.lax.bitcast_convert_type(jnp.abs(gap), jnp.int32)
 
 
-def _or_beyond(ids: jax.Array, vocab: int) -> jax.Array:
-    """Padding becomes an id beyond the vocabulary: a scatter drops that, but takes -1 for the last."""
-    return jnp.where(ids >= 0, ids, vocab)
+def _unpack_bits(packed: jax.Array, vocab_size: int) -> jax.Array:
+    """packed [B, ceil(V / 32)] uint32 -> [B, V] bool."""
+    bits = packed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]
+    return (bits & 1).reshape(packed.shape[0], -1)[:, :vocab_size] == 1
+
+
+def _padding_past_end(ids: jax.Array, vocab_size: int) -> jax.Array:
+    """ids with -1 (padding) replaced by V: a scatter with mode="drop" drops V, but takes -1 for the last token."""
+    return jnp.where(ids >= 0, ids, vocab_size)

@@ -1,7 +1,7 @@
-"""What the requests of a step ask of the sampler, as arrays of R rows: one part per kind of option.
+"""The sampling options of a step's requests as arrays with a row per request: one dataclass for each kind of option.
 
-A part that no row asks for is None, so that it is not in the program at all. Rows that ask for nothing hold the
-values that change nothing.
+Each `build_*` function returns None if no request uses its option, so that the compiled program leaves it out. Rows
+of requests that do not use it, and padding rows, hold values that change nothing.
 """
 
 from collections.abc import Sequence
@@ -11,79 +11,77 @@ import numpy as np
 from flax import struct
 
 from dcpjax.engine.request import Request
-from dcpjax.sampling.bad_words import completing
-from dcpjax.sampling.buckets import round_up
-from dcpjax.sampling.history import History
+from dcpjax.sampling.bad_words import completing_tokens
+from dcpjax.sampling.bucket_size import bucket_size
+from dcpjax.sampling.token_counts import TokenCounts
 
-LEAST_TEMPERATURE = 1e-5  # below, dividing by it overflows: greedy, as in vLLM
-
-Rows = Sequence[tuple[int, Request]]
+MIN_TEMPERATURE = 1e-5  # below it, dividing by the temperature overflows: greedy instead, as in vLLM
 
 
 @struct.dataclass
 class Draw:
-    """What a random choice depends on, besides the logits."""
+    """What a random draw depends on besides the logits."""
 
-    # [R] float32, host: 0 is greedy
+    # [B] float32, host: 0 is greedy
     temperature: jax.Array
-    # [R, 2] uint32, host: the two halves of the request's seed
+    # [B, 2] uint32, host: the two halves of the request's seed
     seed: jax.Array
-    # [R] int32, host: tokens the request has generated so far
+    # [B] int32, host: tokens the request has generated so far
     generated: jax.Array
 
 
 @struct.dataclass
-class Bias:
-    """Numbers added to the logits of few tokens; -inf bans one. B columns."""
+class Truncation:
+    """Limits on which tokens can be drawn. A limit that no row uses is None."""
 
-    # [R, B] int32, host: token ids, -1 for padding
+    # [B] float32, host: 0 keeps all
+    min_p: jax.Array | None
+    # [B] int32, host: 0 keeps all
+    top_k: jax.Array | None
+    # [B] float32, host: 1 keeps all
+    top_p: jax.Array | None
+
+
+@struct.dataclass
+class Bias:
+    """Values added to the logits of some tokens; -inf bans a token. Rows are padded to the same number of biases."""
+
+    # [B, biases] int32, host: token ids, -1 for padding
     ids: jax.Array
-    # [R, B] float32, host
+    # [B, biases] float32, host
     values: jax.Array
 
 
 @struct.dataclass
 class Penalties:
-    """What tokens a row already has, and what that costs them. W words of 32 bits, O different generated tokens."""
+    """The tokens each row already has, and its penalties. Rows are padded to the same number of distinct tokens."""
 
-    # [R, W] uint32, host: a bit for each token of the prompt
+    # [B, ceil(V / 32)] uint32, host: a bit for each token of the prompt
     prompt: jax.Array
-    # [R, O] int32, host: generated tokens that the host knows, -1 for padding
+    # [B, distinct] int32, host: distinct generated tokens that the host knows, -1 for padding
     output_ids: jax.Array
-    # [R, O] int32, host: how often each was generated
+    # [B, distinct] int32, host: how often each was generated
     output_counts: jax.Array
-    # [R] bool, host: one more was generated, which only the device knows yet
+    # [B] bool, host: whether one more token was generated, which only the device knows yet
     in_flight: jax.Array
-    # [R] float32, host: 1 is none
+    # [B] float32, host: 1 is none
     repetition: jax.Array
-    # [R] float32, host: 0 is none
+    # [B] float32, host: 0 is none
     frequency: jax.Array
-    # [R] float32, host: 0 is none
+    # [B] float32, host: 0 is none
     presence: jax.Array
 
 
-@struct.dataclass
-class Cut:
-    """Which unlikely tokens are left out. Parts that no row asks for are None."""
-
-    # [R] float32, host: 0 keeps all
-    min_p: jax.Array | None
-    # [R] int32, host: 0 keeps all
-    top_k: jax.Array | None
-    # [R] float32, host: 1 keeps all
-    top_p: jax.Array | None
+def _is_random(request: Request) -> bool:
+    return request.params.temperature >= MIN_TEMPERATURE
 
 
-def _draws(request: Request) -> bool:
-    return request.params.temperature >= LEAST_TEMPERATURE
-
-
-def draw_of(asking: Rows, rows: int) -> Draw | None:
-    drawing = [(row, request) for row, request in asking if _draws(request)]
-    if not drawing:
+def build_draw(requests: Sequence[Request], num_rows: int) -> Draw | None:
+    random = [(row, request) for row, request in enumerate(requests) if _is_random(request)]
+    if not random:
         return None
-    temperature, seed, generated = [0.0] * rows, [(0, 0)] * rows, [0] * rows
-    for row, request in drawing:
+    temperature, seed, generated = [0.0] * num_rows, [(0, 0)] * num_rows, [0] * num_rows
+    for row, request in random:
         temperature[row], generated[row] = request.params.temperature, request.num_generated
         seed[row] = divmod(request.seed % 2**64, 2**32)
     return Draw(
@@ -93,91 +91,98 @@ def draw_of(asking: Rows, rows: int) -> Draw | None:
     )
 
 
-def cut_of(asking: Rows, rows: int, vocab_size: int) -> Cut | None:
-    drawing = [(row, request.params) for row, request in asking if _draws(request)]
-    if not drawing:
+def build_truncation(requests: Sequence[Request], num_rows: int, vocab_size: int) -> Truncation | None:
+    random = [(row, request.params) for row, request in enumerate(requests) if _is_random(request)]
+    if not random:
         return None
-    min_p, top_k, top_p = [0.0] * rows, [0] * rows, [1.0] * rows
-    for row, params in drawing:
+    min_p, top_k, top_p = [0.0] * num_rows, [0] * num_rows, [1.0] * num_rows
+    for row, params in random:
         min_p[row], top_p[row] = params.min_p, params.top_p
         top_k[row] = params.top_k if 0 < params.top_k < vocab_size else 0
-    every = (np.array(min_p, np.float32), 0.0), (np.array(top_k, np.int32), 0), (np.array(top_p, np.float32), 1.0)
-    parts = [part if (part != neutral).any() else None for part, neutral in every]
-    return None if all(part is None for part in parts) else Cut(*parts)  # type: ignore[arg-type]
+    limits = (np.array(min_p, np.float32), 0.0), (np.array(top_k, np.int32), 0), (np.array(top_p, np.float32), 1.0)
+    used = [values if (values != keeps_all).any() else None for values, keeps_all in limits]
+    return None if all(values is None for values in used) else Truncation(*used)  # type: ignore[arg-type]
 
 
-def bias_of(asking: Rows, rows: int) -> Bias | None:
-    biases = [(row, request.params.bias_arrays, _banned(request)) for row, request in asking]
-    width = round_up(max((len(ids) + len(banned) for _, (ids, _), banned in biases), default=0), least=4)
+def build_bias(requests: Sequence[Request], num_rows: int) -> Bias | None:
+    """The biases of logit_bias, and -inf for the tokens that min_tokens and bad_words ban."""
+    biases = [(request.params.bias_arrays, _banned_tokens(request)) for request in requests]
+    width = bucket_size(max((len(ids) + len(banned) for (ids, _), banned in biases), default=0), smallest=4)
     if not width:
         return None
-    columns, added = np.full((rows, width), -1, np.int32), np.zeros((rows, width), np.float32)
-    for row, (ids, values), banned in biases:
+    all_ids, all_values = np.full((num_rows, width), -1, np.int32), np.zeros((num_rows, width), np.float32)
+    for row, ((ids, values), banned) in enumerate(biases):
         count, end = len(ids), len(ids) + len(banned)
-        columns[row, :count], added[row, :count] = ids, values
-        columns[row, count:end], added[row, count:end] = banned, -np.inf
-    return Bias(columns, added)  # type: ignore[arg-type]
+        all_ids[row, :count], all_values[row, :count] = ids, values
+        all_ids[row, count:end], all_values[row, count:end] = banned, -np.inf
+    return Bias(all_ids, all_values)  # type: ignore[arg-type]
 
 
-def _banned(request: Request) -> list[int]:
-    """Tokens that would end the request too early or complete a bad word."""
-    early = request.num_generated < request.params.min_tokens
-    if not early and not request.bad_words:
+def _banned_tokens(request: Request) -> list[int]:
+    """Tokens that would end the request before min_tokens or complete a bad word."""
+    too_early = request.num_generated < request.params.min_tokens
+    if not too_early and not request.bad_words:
         return []
-    banned = set(request.end_token_ids) if early else set()
+    banned = set(request.end_token_ids) if too_early else set()
     if request.bad_words:
         assert not request.num_in_flight or all(len(word) == 1 for word in request.bad_words), "a token is unknown"
-        banned.update(completing(request.bad_words, request.output_token_ids))
+        banned.update(completing_tokens(request.bad_words, request.output_token_ids))
     return sorted(banned)
 
 
-def allowed_of(asking: Rows, rows: int, vocab_size: int) -> jax.Array | None:
-    limited = [(row, one) for row, one in asking if one.guide is not None or one.params.allowed_token_ids is not None]
-    if not limited:
+def build_allowed(requests: Sequence[Request], num_rows: int, vocab_size: int) -> jax.Array | None:
+    """The tokens that allowed_token_ids and the grammar both allow, as packed bits [B, ceil(V / 32)] uint32."""
+    restricted = [
+        (row, request)
+        for row, request in enumerate(requests)
+        if request.guide is not None or request.params.allowed_token_ids is not None
+    ]
+    if not restricted:
         return None
-    allowed = np.full((rows, _words(vocab_size)), 2**32 - 1, np.uint32)
-    for row, request in limited:
+    allowed = np.full((num_rows, _num_words(vocab_size)), 2**32 - 1, np.uint32)
+    for row, request in restricted:
         if request.params.allowed_token_ids is not None:
-            allowed[row] = _bits(request.params.allowed_bits, vocab_size)
+            allowed[row] = _to_words(request.params.allowed_bits, vocab_size)
         if request.guide is not None:
             assert not request.num_in_flight, "a guide must have seen every token"
             allowed[row] &= request.guide.mask()
     return allowed  # type: ignore[return-value]
 
 
-def penalties_of(asking: Rows, rows: int, vocab_size: int) -> Penalties | None:
-    penalized = [(row, request) for row, request in asking if request.params.has_penalties]
+def build_penalties(requests: Sequence[Request], num_rows: int, vocab_size: int) -> Penalties | None:
+    penalized = [(row, request) for row, request in enumerate(requests) if request.params.has_penalties]
     if not penalized:
         return None
-    histories = [_history(request) for _, request in penalized]
-    width = round_up(max(1, *(len(history.tokens) for history in histories)), least=64)
-    prompt = np.zeros((rows, _words(vocab_size)), np.uint32)
-    ids, counts = np.full((rows, width), -1, np.int32), np.zeros((rows, width), np.int32)
-    in_flight, repetition = np.zeros(rows, np.bool_), np.ones(rows, np.float32)
-    frequency, presence = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
-    for (row, request), history in zip(penalized, histories, strict=True):
-        params, count = request.params, len(history.tokens)
-        prompt[row] = _bits(history.prompt, vocab_size)
-        ids[row, :count], counts[row, :count] = history.tokens, history.counts
+    all_counts = [_updated_counts(request) for _, request in penalized]
+    width = bucket_size(max(1, *(len(counts.tokens) for counts in all_counts)), smallest=64)
+    prompt = np.zeros((num_rows, _num_words(vocab_size)), np.uint32)
+    output_ids, output_counts = np.full((num_rows, width), -1, np.int32), np.zeros((num_rows, width), np.int32)
+    in_flight, repetition = np.zeros(num_rows, np.bool_), np.ones(num_rows, np.float32)
+    frequency, presence = np.zeros(num_rows, np.float32), np.zeros(num_rows, np.float32)
+    for (row, request), counts in zip(penalized, all_counts, strict=True):
+        params, distinct = request.params, len(counts.tokens)
+        prompt[row] = _to_words(counts.prompt_bits, vocab_size)
+        output_ids[row, :distinct], output_counts[row, :distinct] = counts.tokens, counts.counts
         in_flight[row], repetition[row] = bool(request.num_in_flight), params.repetition_penalty
         frequency[row], presence[row] = params.frequency_penalty, params.presence_penalty
-    return Penalties(prompt, ids, counts, in_flight, repetition, frequency, presence)  # type: ignore[arg-type]
+    return Penalties(prompt, output_ids, output_counts, in_flight, repetition, frequency, presence)  # type: ignore[arg-type]
 
 
-def _history(request: Request) -> History:
-    """The request's own, made when it is first needed and brought up to date."""
-    request.history = request.history or History(request.prompt_token_ids)
-    request.history.follow(request.output_token_ids)
-    return request.history
+def _updated_counts(request: Request) -> TokenCounts:
+    """The request's own counts, made when first needed, after counting its newest tokens."""
+    request.token_counts = request.token_counts or TokenCounts(request.prompt_token_ids)
+    request.token_counts.update(request.output_token_ids)
+    return request.token_counts
 
 
-def _words(vocab_size: int) -> int:
+def _num_words(vocab_size: int) -> int:
+    """uint32 words that hold a bit for each token."""
     return -(-vocab_size // 32)
 
 
-def _bits(packed: bytes, vocab_size: int) -> np.ndarray:
-    """Packed bits [W] uint32; words that were left out are zero."""
-    words = np.zeros(_words(vocab_size), np.uint32)
+def _to_words(packed: bytes, vocab_size: int) -> np.ndarray:
+    """Packed bits as [ceil(V / 32)] uint32; words missing at the end are zero."""
+    words = np.zeros(_num_words(vocab_size), np.uint32)
     found = np.frombuffer(packed, "<u4")
     words[: len(found)] = found
     return words

@@ -1,4 +1,4 @@
-"""Log-probabilities on the device, of the model's logits as they are: before bias, penalties and temperature."""
+"""Log-probabilities on the device, of the model's own logits: before bias, penalties and temperature."""
 
 from collections.abc import Iterable
 
@@ -6,35 +6,38 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from dcpjax.sampling.buckets import round_up
+from dcpjax.sampling.bucket_size import bucket_size
 
 
 @struct.dataclass
 class Logprobs:
-    """How likely N tokens were, and which tokens were the K most likely in their places."""
+    """Log-probabilities of T tokens, and of the most likely tokens at the same positions."""
 
-    # [N] float32: log-probability of the token itself
+    # [T] float32: log-probability of the token itself
     chosen: jax.Array
-    # [N] int32: how many tokens are at least as likely as it; 1 is the best
+    # [T] int32: how many tokens are at least as likely as the token itself; 1 is the best
     rank: jax.Array
-    # [N, K] int32: most likely first
+    # [T, num_logprobs] int32: token ids, most likely first
     top_ids: jax.Array
-    # [N, K] float32
+    # [T, num_logprobs] float32: their log-probabilities
     top: jax.Array
 
 
-def shared_count(asked: Iterable[int | None], vocab_size: int) -> int | None:
-    """One K that serves all who ask, of few so that few programs exist: None, 0, 1, 4, 16 ..., or -1 for all."""
-    counts = [count for count in asked if count is not None]
+def shared_num_logprobs(requested: Iterable[int | None], vocab_size: int) -> int | None:
+    """One num_logprobs that is enough for all requests: None, 0, 1, 4, 16 ..., or -1 for the whole vocabulary.
+
+    Bucketed, because each value compiles a program of its own.
+    """
+    counts = [count for count in requested if count is not None]
     if not counts:
         return None
-    most = vocab_size if -1 in counts else max(counts)
-    rounded = round_up(most, least=1)
-    return -1 if rounded >= vocab_size else rounded
+    largest = vocab_size if -1 in counts else max(counts)
+    bucketed = bucket_size(largest, smallest=1)
+    return -1 if bucketed >= vocab_size else bucketed
 
 
 def score(logits: jax.Array, tokens: jax.Array, num_logprobs: int) -> Logprobs:
-    """logits [N, V] float32, tokens [N] int32 (-1 for padding) -> their log-probabilities and the likeliest others."""
+    """logits [T, V] float32, tokens [T] int32 (-1 for padding) -> log-probabilities of them and of the most likely."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)
     rank = jnp.sum(logprobs >= chosen, axis=-1, dtype=jnp.int32)

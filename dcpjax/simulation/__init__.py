@@ -1,1 +1,4 @@
-"""Recorded traffic through the engine's own scheduler, on a machine that need not exist."""
+"""Replays recorded traffic through the engine's own scheduler on a simulated device with a virtual clock.
+
+Knows traces, the engine and the planner's costs. Knows nothing about text, weights or command-line flags.
+"""

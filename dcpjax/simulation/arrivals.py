@@ -1,7 +1,4 @@
-"""Who comes when, and with which prompt. Prompts are made as they come: a long trace would not fit in memory.
-
-Works on a trace's lengths and ids; knows no engine.
-"""
+"""When the requests of a trace arrive, and their prompts. A prompt is made when its request arrives, to save memory."""
 
 import math
 from collections import deque
@@ -14,42 +11,45 @@ from dcpjax.simulation.trace import TraceRequest
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request and the second it comes."""
+    """A request and when it arrives."""
 
-    time: float
+    time: float  # seconds
     request: TraceRequest
 
 
 class Arrivals:
-    """The requests of a trace that have not come yet."""
+    """The requests of a trace that have not arrived yet."""
 
     def __init__(self, requests: Sequence[TraceRequest], options: SimOptions) -> None:
-        self._most = options.concurrency or math.inf  # requests that are there at once
-        self._left: deque[Arrival] = deque(Arrival(0.0, request) for request in requests)
+        self._max_unfinished = options.concurrency or math.inf
+        self._pending: deque[Arrival] = deque(Arrival(0.0, request) for request in requests)
         if options.arrivals == "trace":
-            self._left = deque(_recorded(requests, options.speedup))
+            self._pending = deque(_recorded(requests, options.speedup))
 
     def __bool__(self) -> bool:
-        return bool(self._left)
+        return bool(self._pending)
 
     @property
     def next_time(self) -> float:
-        return self._left[0].time
+        return self._pending[0].time
 
-    def come(self, now: float, there: int) -> list[Arrival]:
-        """Those that have come by `now`, where so many others are there. A user's next request comes now."""
-        come: list[Arrival] = []
-        while self._left and self._left[0].time <= now and there + len(come) < self._most:
-            arrival = self._left.popleft()
-            come.append(arrival if math.isinf(self._most) else Arrival(now, arrival.request))
-        return come
+    def take_arrived(self, now: float, unfinished: int) -> list[Arrival]:
+        """Remove and return the requests that have arrived by `now`, while `unfinished` others are in the engine.
+
+        With a fixed number of users a request arrives at `now`, as soon as fewer than that many are unfinished.
+        """
+        arrived: list[Arrival] = []
+        while self._pending and self._pending[0].time <= now and unfinished + len(arrived) < self._max_unfinished:
+            arrival = self._pending.popleft()
+            arrived.append(arrival if math.isinf(self._max_unfinished) else Arrival(now, arrival.request))
+        return arrived
 
 
 def prompt(request: TraceRequest) -> list[int]:
-    """Token ids that begin like another prompt's exactly as far as the hash ids do.
+    """Token ids of a prompt; two prompts have the same first tokens exactly as far as their hash ids are the same.
 
-    Unlike `trace.synthesise` it makes no tokens for a model: a unit's first token tells it apart, the others are
-    one and the same object, so that prompts are made fast and stay small.
+    The ids are not meant for a model, see `trace.synthesise` for those. The first token of each hash id is unique to
+    it and all others are the same integer object, which makes prompts fast to build and small.
     """
     filling = [0] * (request.tokens_per_hash - 1)
     tokens: list[int] = []
@@ -61,7 +61,7 @@ def prompt(request: TraceRequest) -> list[int]:
 
 
 def _recorded(requests: Sequence[TraceRequest], speedup: float) -> list[Arrival]:
-    """In the order of their times, from 0 on."""
+    """Arrivals in order of time; the first is at 0."""
     first = min((request.timestamp for request in requests), default=0.0)
     arrivals = [Arrival((request.timestamp - first) / 1000 / speedup, request) for request in requests]
     return sorted(arrivals, key=lambda arrival: arrival.time)

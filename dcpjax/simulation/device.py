@@ -1,7 +1,6 @@
-"""A device that computes nothing and takes as long as a step must: the engine runs on it as on a real one.
+"""A `StepRunner` for the engine that computes nothing: each step takes its floor on a virtual clock.
 
-Time is virtual. A step starts when the one before is done; waiting for it is what moves the clock. Knows no arrays
-of a model, and nothing about when requests come.
+A step starts when the one before it has ended. Collecting a step advances the clock to its end.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +21,8 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Launched:
-    """A step on its way."""
+class LaunchedStep:
+    """A step that has been launched and not yet collected."""
 
     entries: Sequence[Scheduled]
     start: float
@@ -36,22 +35,22 @@ class Launched:
 
 @dataclass
 class SimulatedDevice:
-    """A `StepRunner` without a model. What it samples is like no token of any prompt, and tells requests apart."""
+    """A `StepRunner` without a model. Its tokens occur in no prompt and differ between requests."""
 
     geometry: CacheGeometry
     clock: Clock
     floor_of: StepFloor
-    watch: Callable[[Launched], None]  # is shown every step as it is launched
+    on_launch: Callable[[LaunchedStep], None]  # called with every step when it is launched
     compile_seconds: float = 0.0
-    _free_from: float = 0.0
+    _busy_until: float = 0.0
 
-    def launch(self, step: Sequence[Scheduled]) -> Launched:
-        launched = Launched(step, max(self.clock.now, self._free_from), self.floor_of(step))
-        self._free_from = launched.end
-        self.watch(launched)
+    def launch(self, step: Sequence[Scheduled]) -> LaunchedStep:
+        launched = LaunchedStep(step, max(self.clock.now, self._busy_until), self.floor_of(step))
+        self._busy_until = launched.end
+        self.on_launch(launched)
         return launched
 
-    def collect(self, launched: Launched) -> StepResult:
+    def collect(self, launched: LaunchedStep) -> StepResult:
         self.clock.now = max(self.clock.now, launched.end)
         sampled = [answer_token(entry.request.number) for entry in launched.entries]
         return StepResult(sampled, [True] * len(sampled))
@@ -61,5 +60,5 @@ class SimulatedDevice:
 
 
 def answer_token(number: int) -> int:
-    """What a request generates: -1 is padding and -2 an unknown token."""
+    """The token that a request generates. -1 is padding and -2 an unknown token, so ids start at -3."""
     return -3 - number

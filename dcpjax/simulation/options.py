@@ -1,16 +1,16 @@
-"""What a user asks the simulator, checked as far as it can be without the model. Numbers and names only."""
+"""The options of `simulate`, checked as far as possible without the model."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from dcpjax.api.checks import check_bool, check_choice, check_size, from_options, is_number
 from dcpjax.api.config import CommBackend
-from dcpjax.api.sampling_params import check_option_names
 from dcpjax.planning.options import PlannedDtype, PlanOptions
 
 Arrivals = Literal["trace", "all", "closed"]
-PLANNED = (  # what the planner is asked too
+PLANNED = (  # options that are passed on to the planner
     "tensor_parallel_size",
     "decode_context_parallel_size",
     "hardware",
@@ -28,32 +28,34 @@ PLANNED = (  # what the planner is asked too
 
 @dataclass(frozen=True, kw_only=True)
 class SimOptions:
-    """Options of `simulate`. Names are those of `LLM` and `plan` where they have them.
+    """Options of `simulate`. Options that `LLM` or `plan` have too have the same names.
 
     Args:
         tensor_parallel_size: devices in all.
         decode_context_parallel_size: ranks that split the KV cache by token position.
-        hardware: b200, h200, h100, mi300x, tpu-v5p, tpu-v6e or cpu; or numbers of one device, as
-            memory=180GB,bandwidth=8TB/s,link=900GB/s, also latency=2us, flops=2250TFLOPS; or a name and what differs.
-        dtype: of the weights; fp8 and nvfp4 (fp4) can be simulated, but the engine cannot run them. "auto" is what
-            the engine takes.
-        kv_cache_dtype: of the cache; "auto" is that of the weights, bfloat16 where those are quantised.
-        arrivals: when requests come: "trace" at their recorded times, "all" at once, "closed" from `concurrency`
-            users who each send the next request of the trace when their last is answered.
-        concurrency: users of closed arrivals.
-        speedup: how much faster than recorded requests come.
-        max_num_seqs: most requests that run at once. None: 256, or `concurrency`, so that the cache alone decides.
+        hardware: the device: b200, h200, h100, mi300x, tpu-v5p, tpu-v6e or cpu; or its numbers, such as
+            memory=180GB,bandwidth=8TB/s,link=900GB/s (also latency=2us, flops=2250TFLOPS); or a name with changes,
+            such as b200,memory=192GB.
+        dtype: dtype of the weights. fp8 and nvfp4 (or fp4) can be simulated, but the engine cannot run them. "auto":
+            what the engine would choose.
+        kv_cache_dtype: dtype of the cache. "auto": that of the weights, or bfloat16 if the weights are quantised.
+        arrivals: when requests arrive. "trace": at their recorded times; "all": all at once; "closed": a fixed number
+            of users (`concurrency`) each send the next request of the trace when their last one is answered.
+        concurrency: number of users for closed arrivals.
+        speedup: how many times faster than recorded the requests arrive.
+        max_num_seqs: most requests that run at once. None: `concurrency` if it is given, so that only the cache limits
+            them, else 256.
         max_num_batched_tokens: most tokens in one step. None: 1024 on cpu, else 2048, as in the engine.
-        max_mixed_prefill_tokens: most prompt tokens in a step that also decodes, counted as at the beginning of a
-            prompt. None: 64 on cpu, else 512, as in the engine.
+        max_mixed_prefill_tokens: most prompt tokens in a step that also decodes, for tokens at the beginning of a
+            prompt; later ones cost more and count for more. None: 64 on cpu, else 512, as in the engine.
         block_size: tokens per cache block, counted over all ranks.
-        enable_prefix_caching: share the cache of equal beginnings of prompts.
+        enable_prefix_caching: reuse the cache of prompts that begin with the same tokens.
         gpu_memory_utilization: share of a device's memory to use.
-        workspace_bytes: of each device, for activations and the runtime.
-        kv_cache_memory_bytes: cache size per device. None: what weights and workspace leave.
+        workspace_bytes: bytes set aside on each device for activations and the runtime.
+        kv_cache_memory_bytes: bytes of the cache on each device. None: what weights and workspace leave.
         dcp_comm_backend: how ranks merge their partial attention: "ag_rs", "a2a" or "psum".
-        dcp_replicate_q: keep the query projection whole on each rank: memory for one collective less.
-        hf_overrides: entries of config.json to replace, as {"num_hidden_layers": 2}; nested ones are merged.
+        dcp_replicate_q: keep the whole query projection on each rank; takes memory and saves one collective per layer.
+        hf_overrides: entries of config.json to replace, such as {"num_hidden_layers": 2}; nested entries are merged.
     """
 
     tensor_parallel_size: int = 1
@@ -77,48 +79,41 @@ class SimOptions:
     hf_overrides: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        PlanOptions(**self.planned())  # refuses what the planner refuses
+        PlanOptions(**self.plan_options())  # raises ValueError for what the planner refuses
         for name in ("concurrency", "max_num_seqs", "max_num_batched_tokens", "max_mixed_prefill_tokens"):
-            _at_least_one(name, getattr(self, name))
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ValueError(f"enable_prefix_caching must be True or False, but is {self.enable_prefix_caching!r}")
-        if self.arrivals not in get_args(Arrivals):
-            raise ValueError(f"arrivals must be one of {', '.join(get_args(Arrivals))}, but is {self.arrivals!r}")
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_choice("arrivals", self.arrivals, get_args(Arrivals))
         self._check_concurrency()
         self._check_speedup()
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> "SimOptions":
         """Build from keyword options, refusing an unknown one by name with the nearest valid one."""
-        check_option_names(options, [field.name for field in fields(cls)])
-        return cls(**options)
+        return from_options(cls, options)
 
     @property
     def seats(self) -> int:
-        """Most requests that run at once."""
+        """Most requests that run at once: `max_num_seqs` with its default filled in."""
         return self.max_num_seqs or self.concurrency or 256
 
-    def planned(self) -> dict[str, Any]:
-        """The options that the planner has too."""
+    def plan_options(self) -> dict[str, Any]:
+        """The options of `plan`."""
         return {name: getattr(self, name) for name in PLANNED}
 
     def _check_concurrency(self) -> None:
         if self.arrivals == "closed" and self.concurrency is None:
-            raise ValueError("concurrency must be given where arrivals=closed, but is not; use concurrency=64")
+            raise ValueError("concurrency must be given with arrivals=closed, but is not; use concurrency=64")
         if self.arrivals != "closed" and self.concurrency is not None:
             raise ValueError(
-                f"concurrency must go with arrivals=closed, but arrivals is {self.arrivals!r}; use arrivals=closed, "
-                f"or max_num_seqs={self.concurrency} to limit what runs at once"
+                f"concurrency must come with arrivals=closed, but arrivals is {self.arrivals!r}; use arrivals=closed, "
+                f"or max_num_seqs={self.concurrency} to limit how many requests run at once"
             )
 
     def _check_speedup(self) -> None:
         value = self.speedup
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if not is_number(value) or not 0 < value < math.inf:
             raise ValueError(f"speedup must be a positive number, but is {value!r}; use 1")
         if value != 1 and self.arrivals != "trace":
-            raise ValueError(f"speedup must be 1 where arrivals={self.arrivals}, but is {value}; use arrivals=trace")
-
-
-def _at_least_one(name: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{name} must be an integer of at least 1, but is {value!r}; use 1 or more")
+            raise ValueError(f"speedup must be 1 with arrivals={self.arrivals}, but is {value}; use arrivals=trace")

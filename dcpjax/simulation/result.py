@@ -1,4 +1,4 @@
-"""What a simulation found: totals, means over time, and every step for plots. Plain data; knows no engine."""
+"""The result of a simulation: totals, means over time, and every step for plots."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -6,35 +6,34 @@ from typing import Any
 
 from dcpjax.api.outputs import counted, duration, html_table
 
-# Share of the time, with requests waiting for cache, from which on the cache and not the users limits what runs.
-SATURATED = 0.01
+SATURATED = 0.01  # share of the time with a request waiting for blocks from which the cache counts as the limit
 FLOOR_REMARK = (
-    "Step times are floors, not forecasts: bytes over published bandwidth or operations over published peak, plus "
-    "exchange over the published link and an assumed latency. Kernels, launches and the host come on top, so rates "
-    "are the most and waits the least that can be; what the cache holds and who waits for it follow the engine."
+    "Step times are lower bounds, not forecasts: the longer of bytes / published bandwidth and operations / published "
+    "peak, plus exchanged bytes / published link speed and an assumed latency. Kernels, launches and the host add to "
+    "that, so real rates are lower and real waits longer. Scheduling and the use of the cache are the engine's own."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """One step, as it is launched: with the requests and blocks it was chosen to run with."""
+    """One step and the state of the engine when it was launched."""
 
     time: float  # when it starts, in seconds
     seconds: float
-    exchange_seconds: float  # of these, between devices
+    exchange_seconds: float  # of `seconds`, spent on exchanges between devices
     running: int
     waiting: int
     used_blocks: int
-    prefill_tokens: int  # those of prompts, and all that are computed again after a preemption
+    prefill_tokens: int  # tokens of prompts, and those recomputed after a preemption
     decode_tokens: int
-    found_tokens: int  # in the prefix cache, of the requests that begin to run
-    preempted: int  # requests that gave way to it
-    lacks_blocks: bool  # whether the first that waits needs more blocks than are free
+    found_tokens: int  # tokens of newly running requests that were found in the prefix cache
+    preempted: int  # requests that lost their blocks
+    lacks_blocks: bool  # whether the first waiting request needs more blocks than are free
 
 
 @dataclass(frozen=True, kw_only=True)
 class Percentiles:
-    """Of a number of durations, in seconds; 0 where there is none."""
+    """Percentiles of durations, in seconds; 0 if there are none."""
 
     p50: float
     p99: float
@@ -42,7 +41,7 @@ class Percentiles:
     @classmethod
     def of(cls, values: Iterable[float]) -> "Percentiles":
         ordered = sorted(values)
-        return cls(p50=_at(ordered, 0.50), p99=_at(ordered, 0.99))
+        return cls(p50=_percentile(ordered, 0.50), p99=_percentile(ordered, 0.99))
 
     def __str__(self) -> str:
         return f"{duration(self.p50)} (p99 {duration(self.p99)})"
@@ -50,10 +49,10 @@ class Percentiles:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Simulation:
-    """One trace on one layout. Means are over the time of the steps."""
+    """One trace on one layout. Means are weighted by the duration of the steps."""
 
     model: str
-    hardware: str  # of one device
+    hardware: str  # name of the device
     tensor_parallel_size: int
     decode_context_parallel_size: int
     dtype: str
@@ -86,7 +85,7 @@ class Simulation:
 
     @property
     def total_throughput(self) -> float:
-        """Tokens of prompts and answers per second, those found in the prefix cache included."""
+        """Prompt and generated tokens per second, including those found in the prefix cache."""
         return _ratio(self.input_tokens + self.output_tokens, self.duration)
 
     @property
@@ -95,7 +94,7 @@ class Simulation:
 
     @property
     def cache_tokens(self) -> int:
-        """What the cache holds."""
+        """Tokens that the cache can hold."""
         return self.num_blocks * self.block_size
 
     @property
@@ -124,7 +123,7 @@ class Simulation:
 
     @property
     def short_of_cache(self) -> float:
-        """Share of the time in which a request waits that the free blocks cannot hold."""
+        """Share of the time in which the first waiting request needs more blocks than are free."""
         return self._mean([step.lacks_blocks for step in self.timeline])
 
     @property
@@ -133,16 +132,16 @@ class Simulation:
 
     @property
     def exchange_share(self) -> float:
-        """Share of the time that devices spend exchanging."""
+        """Share of the step time that is spent on exchanges."""
         spent = sum(step.exchange_seconds for step in self.timeline)
         return _ratio(spent, sum(step.seconds for step in self.timeline))
 
     def to_dict(self, *, timeline: bool = True) -> dict[str, Any]:
-        """Plain data; the timeline as one list for each of its columns."""
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "timeline"}
-        given = {name: asdict(value) if isinstance(value, Percentiles) else value for name, value in given.items()}
-        told = given | {name: getattr(self, name) for name in DERIVED}
-        return told | {"timeline": self._columns()} if timeline else told
+        """The simulation as JSON values; the timeline is a dict of columns."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "timeline"}
+        values = {name: asdict(value) if isinstance(value, Percentiles) else value for name, value in values.items()}
+        values |= {name: getattr(self, name) for name in PROPERTIES}
+        return values | {"timeline": self._columns()} if timeline else values
 
     def __repr__(self) -> str:
         return "\n".join(["Simulation", *(f"  {name}: {text}" for name, text in self._rows())])
@@ -155,7 +154,10 @@ class Simulation:
             ("model", f"{self.model}, {self.dtype} weights, {self.kv_cache_dtype} cache"),
             ("layout", self._layout()),
             ("requests", self._requests()),
-            ("throughput", f"at most {self.throughput:,.0f} tokens/s generated, {self.total_throughput:,.0f} in all"),
+            (
+                "throughput",
+                f"at most {self.throughput:,.0f} generated tokens/s, {self.total_throughput:,.0f} with prompt tokens",
+            ),
             ("cache", self._cache()),
             (
                 "prefix cache",
@@ -165,8 +167,8 @@ class Simulation:
             ("waiting", f"{self.waiting_mean:,.1f} requests, at most {self.waiting_max:,}"),
             ("queue time", str(self.queue_time)),
             ("first token", f"after {self.time_to_first_token}"),
-            ("gap", str(self.inter_token_gap)),
-            ("work", f"{counted(self.steps, 'step')}, {duration(self.duration)}, {self.exchange_share:.0%} exchange"),
+            ("token gap", str(self.inter_token_gap)),
+            ("work", f"{counted(self.steps, 'step')} in {duration(self.duration)}, {self.exchange_share:.0%} exchange"),
         ]
 
     def _layout(self) -> str:
@@ -179,8 +181,8 @@ class Simulation:
         return f"{self.requests:,} ({self.arrivals}{users}), {tokens}"
 
     def _cache(self) -> str:
-        held = f"{self.cache_usage_mean:.0%} of {counted(self.cache_tokens, 'token')}, at most "
-        return held + f"{self.cache_usage_max:.0%}; too little for {self.short_of_cache:.0%} of the time"
+        used = f"{self.cache_usage_mean:.0%} of {counted(self.cache_tokens, 'token')} used, at most "
+        return used + f"{self.cache_usage_max:.0%}; a request waits for blocks {self.short_of_cache:.0%} of the time"
 
     def _preempted(self) -> str:
         return f", {counted(self.preemptions, 'preemption')}" if self.preemptions else ""
@@ -194,17 +196,17 @@ class Simulation:
         return {name: [getattr(step, name) for step in self.timeline] for name in names}
 
 
-DERIVED = [name for name, value in vars(Simulation).items() if isinstance(value, property)]
+PROPERTIES = [name for name, value in vars(Simulation).items() if isinstance(value, property)]
 
 
-def _at(ordered: Sequence[float], share: float) -> float:
-    """Between the two nearest of the ordered values, as numpy's percentile."""
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    """The percentile, interpolated linearly between the two nearest values, as `numpy.percentile` does."""
     if not ordered:
         return 0.0
-    place = share * (len(ordered) - 1)
-    below = int(place)
+    position = share * (len(ordered) - 1)
+    below = int(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -1,8 +1,7 @@
-"""`simulate`: a recorded trace on a model and a machine that need not exist, on the engine's own scheduler.
+"""`simulate`: replays a trace of requests for a model on hardware that is not there.
 
-Who runs, who waits, what the cache holds and finds again is decided by the engine itself. How long a step takes is
-the planner's floor, so rates are the most and waits the least that the machine allows. Reads no weights and asks no
-device.
+The engine's own scheduler and block manager decide what runs, waits and is cached. A step takes its floor, so rates
+are upper bounds and waits lower bounds. No weight is read and no device is used.
 """
 
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 from dcpjax.api.outputs import counted
 from dcpjax.engine.limits import step_limits
-from dcpjax.engine.scheduler import Limits
+from dcpjax.engine.scheduler import StepLimits
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.planning.model_config import Model
 from dcpjax.planning.planner import Plan, plan
@@ -24,41 +23,41 @@ from dcpjax.simulation.trace import TraceRequest
 
 
 def simulate(requests: Sequence[TraceRequest], model: Model, **options: Any) -> Simulation:
-    """Replay a trace; `model` is what `plan` takes, options are those of `SimOptions`.
+    """Replay a trace; `model` is as for `plan`, options are the fields of `SimOptions`.
 
-    Raises ValueError for a mistake of the user's, for weights that do not fit and for a request that no cache of
-    this size could ever hold.
+    Raises ValueError for a wrong model or option, for weights that do not fit the devices, and for a request that is
+    larger than the whole cache.
     """
     return Simulator(requests, model, **options).run()
 
 
 class Simulator:
-    """A trace, a model and a machine that fit together. Raises ValueError, before any work, where they do not."""
+    """A trace, a model and hardware, checked to fit together. Raises ValueError as `simulate` does."""
 
     def __init__(self, requests: Sequence[TraceRequest], model: Model, **options: Any) -> None:
         self.requests, self.options = list(requests), SimOptions.from_options(options)
         if not self.requests:
             raise ValueError("requests must hold at least one request, but is empty; use another trace")
-        self.plan = plan(model, **self.options.planned())
+        self.plan = plan(model, **self.options.plan_options())
         _check_fits(self.plan)
         for number, request in enumerate(self.requests, start=1):
             _check_request(number, request, self.plan)
 
     def run(self) -> Simulation:
-        """The same at every call."""
+        """Replay the trace. Every call gives the same result."""
         geometry = CacheGeometry(block_size=self.plan.row.block_size, dcp=self.plan.row.dcp)
         replay = Replay(
             Arrivals(self.requests, self.options),
             geometry,
-            num_blocks=min(self.plan.row.num_blocks, self._most_blocks(geometry)),
+            num_blocks=min(self.plan.row.num_blocks, self._needed_blocks(geometry)),
             limits=_limits(self.options, self.plan),
             floor_of=_floor(self.plan),
         )
         replay.run()
         return self._simulation(replay)
 
-    def _most_blocks(self, geometry: CacheGeometry) -> int:
-        """What the trace takes if no block is ever used twice: a larger pool would behave alike, and only be larger."""
+    def _needed_blocks(self, geometry: CacheGeometry) -> int:
+        """Blocks of all requests together. A larger pool would behave the same and only take more memory."""
         return sum(geometry.blocks(request.input_length + request.output_length) for request in self.requests)
 
     def _simulation(self, replay: Replay) -> Simulation:
@@ -77,7 +76,7 @@ class Simulator:
             block_size=plan.row.block_size,
             requests=len(self.requests),
             input_tokens=sum(request.input_length for request in self.requests),
-            output_tokens=counters.generated_tokens,
+            output_tokens=replay.engine.counters.generated_tokens,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
             preemptions=counters.preemptions,
@@ -94,8 +93,8 @@ def _floor(plan: Plan) -> StepFloor:
     return step_floor(plan.row.cost, head_cost(plan.config, layout, plan.dtype), plan.hardware)
 
 
-def _limits(options: SimOptions, plan: Plan) -> Limits:
-    """What the engine's runner would allow a step of this model."""
+def _limits(options: SimOptions, plan: Plan) -> StepLimits:
+    """The limits of a step that the engine's runner would set for this model."""
     return step_limits(
         plan.config,
         "cpu" if plan.hardware.shared else "accelerator",
@@ -118,15 +117,15 @@ def _check_fits(plan: Plan) -> None:
 
 def _check_request(number: int, request: TraceRequest, plan: Plan) -> None:
     length = request.input_length + request.output_length
-    told = f"but request {number} has {request.input_length} + {request.output_length} tokens"
+    found = f"but request {number} has {request.input_length} + {request.output_length} tokens"
     longest = plan.config.max_position_embeddings
     if length > longest:
         raise ValueError(
-            f"a request of the trace must fit the model's {longest} positions, {told}; scale the trace down or leave "
+            f"a request of the trace must fit the model's {longest} positions, {found}; scale the trace down or leave "
             "the request out"
         )
     if length > plan.row.tokens:
         raise ValueError(
-            f"a request of the trace must fit the KV cache of {plan.row.tokens} tokens at dcp={plan.row.dcp}, {told}; "
+            f"a request of the trace must fit the KV cache of {plan.row.tokens} tokens at dcp={plan.row.dcp}, {found}; "
             f"raise kv_cache_memory_bytes or decode_context_parallel_size, or scale the trace down"
         )

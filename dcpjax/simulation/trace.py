@@ -1,8 +1,8 @@
-"""Recorded traffic: who came when, with how long a prompt, and which prompts begin alike.
+"""Recorded traffic: arrival time and lengths of each request, and which prompts share their first tokens.
 
-Reads the trace files of Mooncake (Qin et al., FAST 2025): one JSON object a line, whose `hash_ids` stand for 512
-tokens of the prompt each; two prompts with equal first ids have equal first tokens. Makes up tokens that keep this
-promise. Works on lengths and token ids; knows nothing about text, engines or arrays.
+Reads the trace files of Mooncake (Qin et al., FAST 2025): one JSON object per line, whose `hash_ids` stand for 512
+tokens of the prompt each. Prompts with the same first ids have the same first tokens; `synthesise` makes token ids for
+which this is true.
 """
 
 import json
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 MOONCAKE_TOKENS_PER_HASH = 512
-HASH_IDS = 2**32  # how many different ids there may be
+HASH_IDS = 2**32  # hash ids are below this number
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRequest:
-    """One line of a trace.
+    """One request of a trace.
 
     0 ............ 511 | 512 ......... 1023 | 1024 .. input_length-1     the prompt, `tokens_per_hash` = 512
     hash_ids[0]        | hash_ids[1]        | hash_ids[2], in part
@@ -48,9 +48,9 @@ class TraceRequest:
 
 
 def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[TraceRequest]:
-    """The requests of a Mooncake trace file in its order, the first `limit` of them. Unknown keys are left alone.
+    """The requests of a Mooncake trace file in its order, the first `limit` of them. Unknown keys are ignored.
 
-    Raises ValueError for a file or a line that cannot be used, with the number of the line.
+    Raises ValueError, with the number of the line, for a file or line that cannot be read.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, but is {limit}; use None to read the whole trace")
@@ -64,7 +64,7 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[T
 def scaled(requests: Sequence[TraceRequest], factor: int) -> list[TraceRequest]:
     """The same traffic with every length and `tokens_per_hash` divided by `factor`, rounded up.
 
-    `factor` must divide `tokens_per_hash`: then every prompt keeps its ids and shares what it shared.
+    `factor` must divide `tokens_per_hash`, so that every prompt keeps its ids and its shared prefixes.
     """
     return [_scaled(request, factor) for request in requests]
 
@@ -72,9 +72,9 @@ def scaled(requests: Sequence[TraceRequest], factor: int) -> list[TraceRequest]:
 def synthesise(request: TraceRequest, vocab_size: int, tokens_per_hash: int | None = None) -> list[int]:
     """A prompt of `input_length` token ids below `vocab_size`, the same at every call.
 
-    The tokens of a hash id depend on nothing else, so equal first ids give equal first tokens. Different ids differ
-    within their first tokens, of which a last id may have too few: one token tells apart no more than `vocab_size`.
-    `tokens_per_hash` may only repeat what the request says.
+    The tokens of a hash id depend on the id alone, so the same first ids give the same first tokens. The first tokens
+    of an id encode it and therefore differ between ids; the last id of a prompt may have too few tokens for that.
+    `tokens_per_hash`, if given, must be that of the request.
     """
     unit = request.tokens_per_hash
     if tokens_per_hash not in (None, unit):
@@ -85,10 +85,10 @@ def synthesise(request: TraceRequest, vocab_size: int, tokens_per_hash: int | No
 
 
 def ideal_hit_rate(requests: Sequence[TraceRequest], block_size: int) -> float:
-    """The fraction of all prompt tokens that a cache would find which forgets nothing and keeps whole blocks.
+    """The fraction of all prompt tokens that an unlimited prefix cache of whole blocks would find.
 
-    Only prompts are counted, in the order given; the last token of a prompt is always computed, as it gives the
-    first token of the answer. 0 for no requests.
+    Requests are taken in the order given, and only prompts are cached. The last token of a prompt is always computed,
+    because the first token of the answer is sampled from it. 0 if there are no requests.
     """
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, but is {block_size}; use 1")
@@ -102,19 +102,19 @@ def ideal_hit_rate(requests: Sequence[TraceRequest], block_size: int) -> float:
 
 
 def unique_fraction(requests: Sequence[TraceRequest], block_size: int) -> float:
-    """The fraction of all prompt tokens that have to be computed at least: what `ideal_hit_rate` leaves."""
+    """The smallest fraction of all prompt tokens that must be computed: 1 - `ideal_hit_rate`."""
     return 1.0 - ideal_hit_rate(requests, block_size)
 
 
 class _Prefixes:
-    """Every prefix seen so far, as a tree of hash ids, and how many tokens of it."""
+    """All prefixes seen so far, as a tree of hash ids."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[int, int, int], int] = {}  # (parent, unit, hash id) -> node; the root is -1
-        self._lengths: list[int] = []  # of a node: most tokens seen from the root to its end
+        self._lengths: list[int] = []  # node -> the most tokens seen from the root to its end
 
     def add(self, request: TraceRequest) -> int:
-        """Remember the prompt; return how many of its first tokens were seen before."""
+        """Add a prompt; return how many of its first tokens were seen before."""
         node, shared = -1, 0
         for index, hash_id in enumerate(request.hash_ids, start=1):
             end = min(index * request.tokens_per_hash, request.input_length)
@@ -200,9 +200,9 @@ def _check_distinct(request: TraceRequest, vocab_size: int) -> None:
 
 
 def _tokens(hash_id: int, vocab_size: int, count: int) -> list[int]:
-    """The id's digits in base `vocab_size`, lowest first, then noise that depends on the id."""
+    """The digits of the id in base `vocab_size`, lowest first, then random tokens seeded with the id."""
     digits = []
-    rest, left = hash_id, HASH_IDS - 1  # as many digits for every id, or one could look like another's beginning
+    rest, left = hash_id, HASH_IDS - 1  # the same number of digits for every id: none is a prefix of another
     while left and len(digits) < count:
         digits.append(rest % vocab_size)
         rest, left = rest // vocab_size, left // vocab_size

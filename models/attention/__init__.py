@@ -1,4 +1,5 @@
 """Attention over the paged cache, split by token position across `dcp`.
 
-Knows token positions, block tables and slots; knows nothing about requests or model families.
+Works on token positions, block tables and slots; does not know requests, model families or weights, except the
+up-projection of latent attention.
 """

@@ -1,4 +1,4 @@
-"""Attention of one step on one device: write new keys and values, attend with the body that suits, merge over `dcp`.
+"""Attention of one step on one device: write new keys and values to the cache, attend, merge over `dcp`.
 
 One function serves decode (one query token per request), verification of drafts (a few) and chunked prefill (many).
 """
@@ -27,20 +27,22 @@ def attend_on_device(
     runtime: Runtime,
     *,
     value_dim: int | None = None,
-    body: Callable[..., Partial] | None = None,
+    attention: Callable[..., Partial] | None = None,
 ) -> tuple[jax.Array, AnyCache]:
-    """Write, attend and merge, inside `shard_map`: what every kind of attention shares.
+    """Write, attend and merge, inside `shard_map`; shared by grouped-query and latent attention.
 
-    Per device: q [N, H, D] of all heads of the dcp group, rotated and scaled -> features [N, F / dcp] that this
-    rank keeps of the H * Y merged ones, and the updated cache. `value_dim` keeps the first so many of the Y.
-    `body` attends as `paged_partial` does, which is what `choose_body` chooses if it is left out.
+    Per device: q [T, H, D] of all heads of the dcp group, rotated and scaled -> this rank's [T, features / dcp] of the
+    merged features, and the updated cache. `features` are H * Y, padded so that dcp divides them. `value_dim`: keep
+    only the first so many of the cache's value dimensions. `attention`: a function like `paged_partial` to use in
+    place of the one that `choose_attention` returns.
     """
     with jax.named_scope("cache_write"):
-        cache = write(cache, new, work, runtime.geometry, rank(), choose_store(cache, runtime))
-    attend, join = bind(_attend, cache, runtime, value_dim, body), bind(_join, features, runtime)
+        cache = write(cache, new, work, runtime.geometry, rank(), choose_cache_write(cache, runtime))
+    attend = bind(_attend, cache, runtime, value_dim, attention)
+    merge = bind(_merge_over_dcp, features, runtime)
     if runtime.dcp_overlap and runtime.place.dcp > 1 and _only_decodes(work):
-        return _in_halves(attend, join, q, work), cache
-    return join(attend(q, work)), cache
+        return _attend_in_halves(attend, merge, q, work), cache
+    return merge(attend(q, work)), cache
 
 
 def write(
@@ -49,48 +51,51 @@ def write(
     work: Work,
     geometry: CacheGeometry,
     rank: jax.Array,
-    store: Callable[..., AnyCache] | None = None,
+    write_slots: Callable[..., AnyCache] | None = None,
 ) -> AnyCache:
-    """Write what the step's tokens add to the slots this rank owns; other positions are dropped. `store` writes as
-    the cache's own `write` does."""
+    """Write the step's new values to the slots this rank owns; those of other ranks are dropped.
+
+    `write_slots`: a function to use in place of the cache's own `write`.
+    """
     index, owner, slot = geometry.locate(work.positions)
     block = work.block_table[jnp.maximum(work.rows, 0), jnp.maximum(index, 0)]
     owned = (work.positions >= 0) & (owner == rank) & (block >= 0)
     block = jnp.where(owned, block, cache.num_blocks)  # past the end: dropped
-    return (store or type(cache).write)(cache, new, block, slot)
+    return (write_slots or type(cache).write)(cache, new, block, slot)
 
 
-def _in_halves(
-    attend: Callable[[jax.Array, Work], Partial], join: Callable[[Partial], jax.Array], q: jax.Array, work: Work
+def _attend_in_halves(
+    attend: Callable[[jax.Array, Work], Partial], merge: Callable[[Partial], jax.Array], q: jax.Array, work: Work
 ) -> jax.Array:
-    """Attend and merge tokens 0, 2, 4 ... and 1, 3, 5 ... apart: the first half's exchange needs nothing of the
-    second half's attention and can hide behind it (Helix parallelism, Bhatia et al. 2025, HOP-B).
+    """Attend and merge tokens 0, 2, 4 ... and 1, 3, 5 ... separately.
 
-    The exchanges themselves take turns, or the compiler would join them into one that waits for both.
+    The first half's exchange does not depend on the second half's attention, so both can run at the same time (Helix
+    parallelism, Bhatia et al. 2025, HOP-B). The barrier orders the two exchanges: the compiler would combine them
+    into one that waits for both halves.
     """
-    early, late = (attend(q[start::2], _every_other(work, start)) for start in (0, 1))
-    first, late = jax.lax.optimization_barrier((join(early), late))
+    even, odd = (attend(q[start::2], _every_other(work, start)) for start in (0, 1))
+    merged_even, odd = jax.lax.optimization_barrier((merge(even), odd))
     order = np.arange(q.shape[0])
-    joined = jnp.concatenate([first, join(late)])
-    return joined[np.argsort(np.concatenate([order[::2], order[1::2]]))]
+    halves = jnp.concatenate([merged_even, merge(odd)])
+    return halves[np.argsort(np.concatenate([order[::2], order[1::2]]))]
 
 
 def _attend(
     cache: Cache,
     runtime: Runtime,
     value_dim: int | None,
-    body: Callable[..., Partial] | None,
+    attention: Callable[..., Partial] | None,
     q: jax.Array,
     work: Work,
 ) -> Partial:
     with jax.named_scope("partial"):
-        attend = body or choose_body(cache, work, runtime)
-        out, lse = attend(q, cache, work, runtime.geometry, rank())
+        attention = attention or choose_attention(cache, work, runtime)
+        out, lse = attention(q, cache, work, runtime.geometry, rank())
         return Partial(out[..., :value_dim], lse)
 
 
-def _join(features: int, runtime: Runtime, part: Partial) -> jax.Array:
-    """Merge over dcp: per device [N, H, Y] -> [N, F / dcp]."""
+def _merge_over_dcp(features: int, runtime: Runtime, part: Partial) -> jax.Array:
+    """Per device: out [T, H, Y] -> [T, features / dcp]."""
     with jax.named_scope("merge"):
         if runtime.place.dcp == 1:
             return flatten_heads(part.out, features)
@@ -101,32 +106,32 @@ def _join(features: int, runtime: Runtime, part: Partial) -> jax.Array:
 
 
 def _only_decodes(work: Work) -> bool:
-    """Whether the step is two or more single tokens and no more, so that tile i is token i."""
+    """Whether the step has at least two tokens and all tiles have one token, so that tile i is token i."""
     return len(work.tiles) == 1 and work.tiles[0].size == 1 and work.positions.shape[0] > 1
 
 
 def _every_other(work: Work, start: int) -> Work:
-    """Tokens `start`, `start` + 2 ...: live tokens come first, so either half gets its share of them."""
+    """Tokens `start`, `start` + 2 ...: padding comes last, so both halves get about as many tokens of requests."""
     (tiles,), half = work.tiles, slice(start, None, 2)
-    chosen = Tiles(
+    half_tiles = Tiles(
         tiles.start[half] // 2, tiles.row[half], tiles.chunks[half], (tiles.count + 1 - start) // 2, tiles.size
     )
-    return Work(work.positions[half], work.rows[half], work.block_table, (chosen,))
+    return Work(work.positions[half], work.rows[half], work.block_table, (half_tiles,))
 
 
-def choose_body(cache: Cache, work: Work, runtime: Runtime) -> Callable[..., Partial]:
-    """A kernel on accelerators where the shapes allow one, else the loop."""
+def choose_attention(cache: Cache, work: Work, runtime: Runtime) -> Callable[..., Partial]:
+    """A function like `paged_partial`: a kernel if there is one for this platform and these shapes, else that loop."""
     if runtime.attention_body == "gather":
         return paged_partial_gathered
     platform = runtime.place.platform
     if runtime.attention_body == "loop":
         return paged_partial
     if runtime.attention_body == "auto" and platform == "cpu":
-        return _cpu_body(cache, runtime)
-    # here, not above: Pallas imports this file, is slow to import, and a CPU never needs it
+        return _choose_on_cpu(cache, runtime)
+    # here, not above: Pallas is slow to import and not needed on CPU
     from dcpjax.models.kernels.pallas.paged_call import paged_partial_kernel, suits
 
-    if suits(cache, work, runtime.geometry, platform):  # type: ignore[arg-type]  # this file has two names for pyright
+    if suits(cache, work, runtime.geometry, platform):  # type: ignore[arg-type]  # pyright sees two files for this class
         return bind(paged_partial_kernel, platform=platform)
     if runtime.attention_body == "pallas":
         raise ValueError(
@@ -136,8 +141,8 @@ def choose_body(cache: Cache, work: Work, runtime: Runtime) -> Callable[..., Par
     return paged_partial
 
 
-def _cpu_body(cache: Cache, runtime: Runtime) -> Callable[..., Partial]:
-    # here, not above, as in `choose_body`
+def _choose_on_cpu(cache: Cache, runtime: Runtime) -> Callable[..., Partial]:
+    # here, not above, as in `choose_attention`
     from dcpjax.models.kernels.cpu.attention_calls import paged_partial_on_cpu, suits
 
     if suits(cache, runtime.geometry):
@@ -145,8 +150,8 @@ def _cpu_body(cache: Cache, runtime: Runtime) -> Callable[..., Partial]:
     return paged_partial
 
 
-def choose_store(cache: Cache, runtime: Runtime) -> Callable[..., Any] | None:
-    """A kernel on CPUs where `choose_body` has one for keys and values, else what the cache does itself."""
+def choose_cache_write(cache: Cache, runtime: Runtime) -> Callable[..., Any] | None:
+    """A kernel that writes keys and values on CPUs; None if the cache's own `write` is to be used."""
     if runtime.attention_body != "auto" or runtime.place.platform != "cpu" or not isinstance(cache, LayerCache):
         return None
     from dcpjax.models.kernels.cpu.attention_calls import suits, write_on_cpu

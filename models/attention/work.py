@@ -1,8 +1,8 @@
-"""What attention needs to know about one step: which tokens, where they lie, how their queries are tiled.
+"""What attention needs to know about one step: its tokens, their places in the cache, the tiles of their queries.
 
-A tile is up to `size` query tokens of one request. It visits that request's slots in chunks of a fixed size, so the
-cost follows the live tokens and a request's result does not depend on its neighbours. The host lists the tiles from
-global lengths: the list is the same on every rank.
+A tile is up to `size` query tokens of one request. It attends to that request's slots in chunks of a fixed size, so
+the cost grows with the tokens in use and a request's result does not depend on the other requests. The host lists the
+tiles from the requests' lengths, so the list is the same on every rank.
 """
 
 from dataclasses import dataclass
@@ -18,42 +18,42 @@ from dcpjax.sharding.rules import Placement
 
 @struct.dataclass
 class Tiles:
-    """Query tiles of one step. Entries past `count` are padding and are never visited."""
+    """I query tiles of one step. Entries from `count` on are padding and are not processed."""
 
-    # [G] int32, host: index of the tile's first token in the step
+    # [I] int32, host: index of the tile's first token in the step
     start: jax.Array
-    # [G] int32, host: the tile's row of the block table
+    # [I] int32, host: the tile's row of the block table
     row: jax.Array
-    # [G] int32, host: chunks of slots to visit, from the position of the tile's last token
+    # [I] int32, host: chunks of slots to visit, from the position of the tile's last token
     chunks: jax.Array
     # [] int32, host: tiles in use
     count: jax.Array
-    # tokens per tile
+    # most tokens of a tile
     size: int = struct.field(pytree_node=False)
 
 
 @struct.dataclass
 class Work:
-    """What attention needs to know about a step's N tokens."""
+    """What attention needs to know about a step's T tokens."""
 
-    # [N] int32, host: position of each token in its request, -1 for padding
+    # [T] int32, host: position of each token in its request, -1 for padding
     positions: jax.Array
-    # [N] int32, host: row of the block table that each token belongs to, -1 for padding
+    # [T] int32, host: row of the block table that each token belongs to, -1 for padding
     rows: jax.Array
-    # [R, W] int32, host: block ids of each row's request, -1 for padding; W a multiple of `chunk_blocks`
+    # [B, W] int32, host: block ids of each row's request, -1 for padding; W a multiple of `chunk_blocks`
     block_table: jax.Array
-    # decode tiles of one token, prefill tiles of many: each token is in exactly one tile
+    # tiles of one token, and in steps with prompts also tiles of many: each token is in exactly one tile
     tiles: tuple[Tiles, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """How a model runs, besides its numbers."""
+    """How a model runs: what does not follow from its config."""
 
     place: Placement
     geometry: CacheGeometry
     dcp_comm_backend: Merge | Literal["auto"] = "ag_rs"
     dcp_replicate_q: bool = False
     dcp_overlap: bool = False
-    link: Link | None = None  # by which "auto" chooses
+    link: Link | None = None  # from which dcp_comm_backend="auto" chooses a merge
     attention_body: Literal["auto", "loop", "gather", "pallas"] = "auto"

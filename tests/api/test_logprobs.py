@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpjax.api.logprobs import Logprob, to_logprobs
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.request import Request
 from dcpjax.sampling.sampler import SamplingBatch, sample
-from dcpjax.sampling.scoring import score, shared_count
+from dcpjax.sampling.scoring import score, shared_num_logprobs
 
 VOCAB = 12
 SEEDS = st.integers(0, 2**32 - 1)
@@ -30,7 +29,7 @@ def random_logits(seed: int, rows: int = 4) -> np.ndarray:
 
 
 def request(params: SamplingParams, seed: int) -> Request:
-    return Request(0, [3], params, 100, seed, frozenset(), RequestMetrics(0.0), output_token_ids=[3, 4])
+    return Request(number=0, prompt_token_ids=[3], params=params, max_tokens=100, seed=seed, output_token_ids=[3, 4])
 
 
 # --- on the device
@@ -84,7 +83,7 @@ def test_sampled_tokens_are_scored_by_the_logits_as_they_came(options):
 
 
 def test_the_number_of_scores_is_one_of_few():
-    shared = partial(shared_count, vocab_size=100)
+    shared = partial(shared_num_logprobs, vocab_size=100)
     assert [shared([count]) for count in (None, 0, 1, 2, 4, 5, 16, 20, 64)] == [None, 0, 1, 4, 4, 16, 16, 64, 64]
     assert [shared([65]), shared([-1]), shared([200])] == [-1, -1, -1]
     assert shared([None, 3, 0]) == 4

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from dcpjax.checkpoint.detokenizer import TextRule
+from dcpjax.checkpoint.detokenizer import DecodingRule
 from dcpjax.checkpoint.tokenizer import Tokenizer
 
 EXAMPLES = 5000 if os.environ.get("HYPOTHESIS_PROFILE") == "full" else 100
@@ -188,9 +188,9 @@ def test_steps_that_would_mix_neighbours_are_refused_by_name(order):
 
 @pytest.mark.parametrize("token", ["<0x-1>", "<0x A>", "<0x１２>", "<0xA_>", "<0xG0>", "<0x0A", "<0x0A>>", "<0x00A>"])
 def test_only_two_hexadecimal_digits_spell_a_byte(token):
-    assert TextRule(byte_fallback=True).piece(token) == token.encode()
+    assert DecodingRule(byte_fallback=True).piece(token) == token.encode()
 
 
 @pytest.mark.parametrize(("token", "byte"), [("<0x0A>", 10), ("<0x0a>", 10), ("<0xFF>", 255), ("<0x00>", 0)])
 def test_a_spelled_byte_is_that_byte(token, byte):
-    assert TextRule(byte_fallback=True).piece(token) == bytes([byte])
+    assert DecodingRule(byte_fallback=True).piece(token) == bytes([byte])

@@ -8,7 +8,6 @@ from dcpjax.checkpoint.model_files import open_model
 from dcpjax.checkpoint.presets import PRESETS
 from dcpjax.models import decoder
 from dcpjax.models.config import ModelConfig, from_hf
-from dcpjax.runtime.runner import overridden
 from dcpjax.sharding.arrays import is_spec
 from dcpjax.sharding.mesh import Layout, make_mesh
 from dcpjax.sharding.rules import Placement
@@ -154,23 +153,12 @@ def test_a_cut_preset_runs_on_dummy_weights():
         kv_cache_memory_bytes=2**20,
         progress=False,
     )
-    config = llm.runner.config
+    config = llm.runner.model.config
     assert (config.num_layers, config.mla.cached_dim, config.moe.groups) == (2, 576, 8)
-    assert llm.runner.dtype == "bfloat16"
+    assert llm.runner.model.dtype == "bfloat16"
     (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)
     assert output.outputs[0].finish_reason == "length"
     assert len(output.outputs[0].token_ids) == 4
-
-
-def test_overrides_replace_entries_and_merge_nested_ones():
-    config = {"a": 1, "text_config": {"b": 2, "c": 3}, "d": {"e": 4}}
-    assert overridden(config, {"a": 5, "text_config": {"b": 6}, "d": None, "f": {"g": 7}}) == {
-        "a": 5,
-        "text_config": {"b": 6, "c": 3},
-        "d": None,
-        "f": {"g": 7},
-    }
-    assert config == {"a": 1, "text_config": {"b": 2, "c": 3}, "d": {"e": 4}}
 
 
 def test_overrides_must_be_a_mapping():

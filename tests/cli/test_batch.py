@@ -14,7 +14,7 @@ import dcpjax.jobs.stop
 from dcpjax.cli import batch
 from dcpjax.cli.flags import Parser, parse
 from dcpjax.jobs.run import run_batch
-from dcpjax.jobs.stop import Stop
+from dcpjax.jobs.stop import StopOnSignal
 
 MOCK = Path(__file__).parents[1] / "batch_mock.py"
 WINDOW = 8
@@ -115,19 +115,19 @@ def test_without_grace_running_requests_are_dropped(tmp_path):
 
 def test_a_signal_before_the_model_is_open_ends_the_process_at_once():
     codes = []
-    stop = Stop(advice="to go on: this", leave=codes.append)
-    stop._take(signal.SIGTERM)
+    stop = StopOnSignal(advice="to go on: this", leave=codes.append)
+    stop._handle(signal.SIGTERM)
     assert codes == [143]
-    assert not stop.asked()
-    stop._take(signal.SIGINT)
-    assert (codes, stop.asked(), stop.exit_code) == ([143], True, 130)
-    stop._take(signal.SIGINT)
+    assert not stop.requested()
+    stop._handle(signal.SIGINT)
+    assert (codes, stop.requested(), stop.exit_code) == ([143], True, 130)
+    stop._handle(signal.SIGINT)
     assert codes == [143, 130]
 
 
 def test_signals_are_given_back_when_the_job_is_over():
     before = [signal.getsignal(number) for number in dcpjax.jobs.stop.SIGNALS]
-    with Stop(advice=""):
+    with StopOnSignal(advice=""):
         assert [signal.getsignal(number) for number in dcpjax.jobs.stop.SIGNALS] != before
     assert [signal.getsignal(number) for number in dcpjax.jobs.stop.SIGNALS] == before
 
@@ -243,8 +243,8 @@ def test_flags_of_sampling_hold_where_a_line_does_not_say(tmp_path, monkeypatch)
     engine = MockEngine()
     flags = ["--top-k", "5", "--max-tokens", "7", "--served-model-name", "mine"]
     assert run_command(["in", "-o", "out", *flags], engine) == 0
-    assert [(r.sampling.top_k, r.sampling.max_tokens) for r in engine.submitted] == [(5, 7), (1, 2)]
-    assert len({r.sampling.seed for r in engine.submitted}) == 2
+    assert [(r.body.sampling.top_k, r.body.sampling.max_tokens) for r in engine.submitted] == [(5, 7), (1, 2)]
+    assert len({r.body.sampling.seed for r in engine.submitted}) == 2
     assert {json.loads(line)["response"]["body"]["model"] for line in Path("out").read_text().splitlines()} == {"mine"}
 
 

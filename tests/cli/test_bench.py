@@ -8,7 +8,7 @@ from harness import GOLDENS
 from dcpjax.cli import main
 from dcpjax.cli.bench import to_text
 from dcpjax.planning import measure
-from dcpjax.planning.measure import Bench, BenchSizes, Measured, bench
+from dcpjax.planning.measure import BenchResult, BenchRow, BenchSizes, bench
 from dcpjax.runtime.runner import Runner
 from dcpjax.sharding.mesh import Layout
 
@@ -18,10 +18,10 @@ SMALL = {"block_size": 16, "max_num_batched_tokens": 32, "dtype": "float32"}
 
 
 def measured(dcp, batch_size, step_seconds, prefill):
-    return Measured(tp=1, dcp=dcp, batch_size=batch_size, step_seconds=step_seconds, prefill_tokens_per_second=prefill)
+    return BenchRow(tp=1, dcp=dcp, batch_size=batch_size, step_seconds=step_seconds, prefill_tokens_per_second=prefill)
 
 
-MADE_UP = Bench(
+MADE_UP = BenchResult(
     model="m",
     machine="8 cpu devices",
     dtype="bfloat16",
@@ -44,7 +44,7 @@ def test_ratios_are_speed_over_the_first_layout_at_the_same_batch_size():
 def test_text_says_what_was_measured_and_has_a_row_for_each():
     heading, *rest = to_text(MADE_UP).splitlines()
     assert heading == "m, weights bfloat16, cache float32; 8 cpu devices"
-    assert "median of 2 decode steps at 40 tokens a request" in rest[0]
+    assert "median of 2 decode steps, run one by one at 40 tokens per request" in rest[0]
     assert [line.split() for line in rest[-2:]] == [
         ["1", "x", "8", "1", "50.0", "20.0", "2.00", "50.0", "0.50"],
         ["1", "x", "8", "3", "400.0", "7.5", "0.50", "50.0", "0.50"],
@@ -57,7 +57,8 @@ def steps():
     launched, launch = [], Runner.launch
 
     def note(runner, step):
-        launched.append((runner.layout.dcp, [(entry.start, entry.count, entry.copy, entry.samples) for entry in step]))
+        entries = [(entry.start, entry.count, entry.copy, entry.samples) for entry in step]
+        launched.append((runner.model.layout.dcp, entries))
         return launch(runner, step)
 
     layouts = [Layout(tensor_parallel_size=size, decode_context_parallel_size=size) for size in (1, 2)]
@@ -103,7 +104,7 @@ def test_the_command_prints_json(capsys, monkeypatch):
 
 
 MISTAKES = [
-    (["--model", MODEL, "8,1"], "bench must have no words after its flags, but has '8,1'; remove it"),
+    (["--model", MODEL, "8,1"], "bench must have flags only, but has '8,1'; remove it"),
     ([], "--model must name a model, but is not given"),
     (
         ["--model", MODEL, "--layouts", "8"],

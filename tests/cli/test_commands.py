@@ -17,8 +17,9 @@ from dcpjax.api.outputs import CompletionOutput, RequestMetrics, RequestOutput, 
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.cli.commands import COMMANDS, main
-from dcpjax.cli.flags import Flags, Parser, field_helps, flag, parse, spell
-from dcpjax.cli.model import Answer, Clock, print_stream, statistics
+from dcpjax.cli.flags import Flags, Parser, field_helps, flag, names_to_flags, parse
+from dcpjax.cli.statistics import Timing, statistics_line
+from dcpjax.cli.streaming import StreamedCompletion, print_stream
 from dcpjax.frontend.intake import Intake
 from dcpjax.sharding.mesh import Layout, check_layout
 
@@ -42,14 +43,16 @@ class FakeLLM:
     max_model_len = 60
     tokenizer = FakeTokenizer()
     runner = SimpleNamespace(
-        layout=Layout(tensor_parallel_size=8, decode_context_parallel_size=4),
+        model=SimpleNamespace(
+            config=SimpleNamespace(cache_heads=1),
+            layout=Layout(tensor_parallel_size=8, decode_context_parallel_size=4),
+            geometry=SimpleNamespace(block_size=256),
+            dtype="bfloat16",
+            kv_dtype="float32",
+            platform="cpu",
+        ),
         sizes=SimpleNamespace(num_blocks=91),
-        geometry=SimpleNamespace(block_size=256),
-        config=SimpleNamespace(cache_heads=1),
         compile_seconds=0.0,
-        dtype="bfloat16",
-        kv_dtype="float32",
-        platform="cpu",
     )
     files = SimpleNamespace(generation_config={"temperature": 0.7, "top_k": 40})
 
@@ -202,11 +205,11 @@ def test_flags_go_anywhere_and_words_follow_two_dashes():
     parser = Parser(prog="p", usage="p", description="d")
     parser.add_argument("--max-tokens", type=int)
     flags = parse(parser, ["a", "--max_tokens=3", "- b", "-5", "--", "--c", "-d"])
-    assert flags == Flags(words=["a", "- b", "-5", "--c", "-d"], given={"max_tokens": 3})
+    assert flags == Flags(positionals=["a", "- b", "-5", "--c", "-d"], given={"max_tokens": 3})
 
 
 @pytest.mark.parametrize(
-    ("sentence", "spelled"),
+    ("sentence", "with_flags"),
     [
         ("block_size must be 8, use a smaller block_size", "--block-size must be 8, use a smaller --block-size"),
         ("n must be at least 1", "--n must be at least 1"),
@@ -217,8 +220,8 @@ def test_flags_go_anywhere_and_words_follow_two_dashes():
         ("my_block_size and block_size_2 stay", "my_block_size and block_size_2 stay"),
     ],
 )
-def test_sentences_name_flags_as_they_are_typed(sentence, spelled):
-    assert spell(sentence) == spelled
+def test_sentences_name_flags_as_they_are_typed(sentence, with_flags):
+    assert names_to_flags(sentence) == with_flags
 
 
 def test_options_reach_the_engine_and_the_requests(capsys):
@@ -337,7 +340,7 @@ def test_the_first_piece_waits_for_the_second_event(capsys):
         seen.append(capsys.readouterr().out)
         yield StreamEvent(0, 0, "c\n", [3], "stop")
 
-    answer = Answer()
+    answer = StreamedCompletion()
     print_stream(events(), answer)
     assert (seen, capsys.readouterr().out) == (["", "ab"], "c\n")
     assert (answer.text, answer.tokens, answer.finish_reason) == ("abc\n", 3, "stop")
@@ -406,13 +409,13 @@ def test_verbose_tells_what_was_opened_and_what_is_asked_of_sampling(capsys):
         "tp=2 x dcp=4, cache of 23,296 tokens stored 2x, weights bfloat16, cache float32, up to 60 tokens a request, "
         "on cpu"
     )
-    assert chosen == "tokens are chosen with temperature=0.7, top_p=0.5, top_k=40, max_tokens=256"
+    assert chosen == "sampling with temperature=0.7, top_p=0.5, top_k=40, max_tokens=256"
     assert statistics.startswith("tp=2 x dcp=4")
     assert FakeLLM.last.progress
 
 
 def test_time_spent_compiling_is_named_and_is_no_speed():
-    line = statistics(FakeLLM("m"), prompt_tokens=1500, new_tokens=20, clock=Clock(seconds=12.0, compiling=2.0))
+    line = statistics_line(FakeLLM("m"), prompt_tokens=1500, new_tokens=20, timing=Timing(seconds=12.0, compiling=2.0))
     assert line.endswith("1,500 prompt + 20 new tokens in 10.0 s + 2.0 s compiling, 2.0 tokens/s")
 
 
@@ -611,7 +614,7 @@ def test_an_illegal_layout_is_refused_with_the_legal_ones(nine_heads, python):
     with pytest.raises(ValueError) as refused:
         check_layout(Layout(tensor_parallel_size=8), 9, 3)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"dcpjax: error: {spell(str(refused.value))}\n"
+    assert done.stderr == f"dcpjax: error: {names_to_flags(str(refused.value))}\n"
     assert "--decode-context-parallel-size must suit --tensor-parallel-size=8" in done.stderr
 
 

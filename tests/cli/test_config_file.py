@@ -151,7 +151,7 @@ MISTAKES = [
         "generate",
         "run.yaml",
         "top-k: 1\ntop_k: 2",
-        "run.yaml: 'top_k' must stand once, but stands beside 'top-k'; remove",
+        "run.yaml: 'top_k' must be given once, but is also given as 'top-k'; remove",
     ),
     ("generate", "run.yaml", "top_k: few", "run.yaml: --top-k must be an integer, but is 'few'"),
     ("generate", "run.yaml", "top_k: [1, 2]", "run.yaml: --top-k must be one value, but is a list of 2; remove"),

@@ -107,7 +107,7 @@ def test_text_says_it_line_by_line(capsys):
     assert shown["parameters"] == "60,581, 53,381 per token"
     assert shown["weights"] == shown["float32"] == "56 tensors, 0.24 MB"
     assert shown["8"] == "8 x 1 (8x), 4 x 2 (4x), 2 x 4 (2x), 1 x 8 (1x)"
-    assert shown["16"] == "none: 8 heads must divide by the devices"
+    assert shown["16"] == "none: 16 devices cannot share 8 heads evenly"
 
 
 def test_dtypes_are_counted_from_the_headers_and_a_foreign_quantisation_is_named(capsys, folder, tmp_path):

@@ -90,7 +90,7 @@ import sys
 from dcpjax.cli import plan
 from dcpjax.cli.flags import Flags
 try:
-    plan.run(Flags(words=["kimi-k2"], given={"concurrency": 0}))
+    plan.run(Flags(positionals=["kimi-k2"], given={"concurrency": 0}))
 except ValueError as error:
     print(error, sorted({"jax", "numpy", "flax"} & set(sys.modules)))
 """

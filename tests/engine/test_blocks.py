@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dcpjax.engine.blocks import BlockManager, Content, Match
+from dcpjax.engine.blocks import BlockContent, BlockManager, PrefixMatch
 from dcpjax.engine.prefix import extend, root
 
 SIZE = 3  # tokens per block; the manager need not know
@@ -67,7 +67,7 @@ class Pool(RuleBasedStateMachine):
         self.owners[self.count] = request
         self.count += 1
 
-    def check_match(self, match: Match, tokens: list[int], salt: str | None, least: int) -> None:
+    def check_match(self, match: PrefixMatch, tokens: list[int], salt: str | None, least: int) -> None:
         """It is true, and it is the longest."""
         for index, block in enumerate(match.blocks):
             assert self.slots[block] == tokens[index * SIZE : (index + 1) * SIZE]
@@ -141,7 +141,7 @@ class Pool(RuleBasedStateMachine):
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data(), last=st.booleans())
-    def hold(self, data, last):
+    def register(self, data, last):
         """Say what the blocks hold: full ones, and the partly filled one too if it is the `last` call for now."""
         number = self.number(data)
         self.say(number, last)
@@ -154,12 +154,12 @@ class Pool(RuleBasedStateMachine):
                 tuple(request.tokens[index * SIZE : (index + 1) * SIZE]),
                 tuple(request.tokens[: index * SIZE]),
             )
-            self.blocks.hold(table[index], Content(keys[index], own, keys[index + 1]))
+            self.blocks.register(table[index], BlockContent(keys[index], own, keys[index + 1]))
             if (request.salt, before, own) not in self.said.values():
                 self.said[table[index]] = request.salt, before, own
         if last and request.written % SIZE and request.written > request.held:
             own = tuple(request.tokens[full * SIZE : request.written])
-            self.blocks.hold(table[full], Content(keys[full], own))
+            self.blocks.register(table[full], BlockContent(keys[full], own))
             self.said[table[full]] = request.salt, tuple(request.tokens[: full * SIZE]), own
         if last or request.written // SIZE > request.held // SIZE:
             request.held = request.written
@@ -226,17 +226,17 @@ TestPool = Pool.TestCase
 TestPool.settings = settings(max_examples=500 if FULL else 40, stateful_step_count=50 if FULL else 30)
 
 
-def held(blocks: BlockManager, owner: int, tokens: list[int], match: Match | None = None) -> list[int]:
+def held(blocks: BlockManager, owner: int, tokens: list[int], match: PrefixMatch | None = None) -> list[int]:
     """Give the owner blocks for these tokens and say that they hold them."""
     keys, total = extend([root(None)], tokens, SIZE), -(-len(tokens) // SIZE)
     table = blocks.allocate(owner, total, match)
     for index, block in enumerate(table):
         own = tuple(tokens[index * SIZE : (index + 1) * SIZE])
-        blocks.hold(block, Content(keys[index], own, keys[index + 1] if len(own) == SIZE else None))
+        blocks.register(block, BlockContent(keys[index], own, keys[index + 1] if len(own) == SIZE else None))
     return list(table)
 
 
-def found(blocks: BlockManager, tokens: list[int], least: int = 1) -> Match:
+def found(blocks: BlockManager, tokens: list[int], least: int = 1) -> PrefixMatch:
     keys = extend([root(None)], tokens, SIZE)
     return blocks.match(keys, lambda block: tokens[block * SIZE : (block + 1) * SIZE], least)
 
@@ -281,7 +281,7 @@ def test_a_block_that_is_handed_out_is_no_longer_found():
     blocks.free(0)
     assert found(blocks, [1, 2, 3]).blocks == [0]
     blocks.allocate(1, 1)
-    assert found(blocks, [1, 2, 3]) == Match()
+    assert found(blocks, [1, 2, 3]) == PrefixMatch()
 
 
 def test_of_two_blocks_that_hold_the_same_the_first_keeps_the_name_until_it_is_overwritten():
@@ -296,9 +296,9 @@ def test_the_block_that_agrees_longest_is_copied_and_of_equals_the_newest():
     held(blocks, 0, [1, 2])
     (longest,) = held(blocks, 1, [1, 2, 3])
     held(blocks, 2, [1, 9, 9])
-    assert found(blocks, [1, 2, 4]) == Match([], longest, 2)
+    assert found(blocks, [1, 2, 4]) == PrefixMatch([], longest, 2)
     (newest,) = held(blocks, 3, [1, 2, 5])
-    assert found(blocks, [1, 2, 4]) == Match([], newest, 2)
+    assert found(blocks, [1, 2, 4]) == PrefixMatch([], newest, 2)
 
 
 @pytest.mark.parametrize(("least", "copied"), [(1, 2), (2, 2), (3, 0)])
@@ -330,7 +330,7 @@ def test_what_owned_blocks_hold_is_not_forgotten_with_the_rest():
     blocks.forget_free()
     assert blocks.num_cached == 0
     assert found(blocks, [1] * 3).blocks == [0]
-    assert found(blocks, [2] * 3) == Match()
+    assert found(blocks, [2] * 3) == PrefixMatch()
 
 
 CORRUPTIONS = [
@@ -342,9 +342,9 @@ CORRUPTIONS = [
         "a table names a block twice",
         id="twice in one table",
     ),
-    pytest.param("blocks._block_of[b'x'] = 1", "a name leads to another block", id="wrong name"),
+    pytest.param("blocks._block_of[b'x'] = 1", "a key leads to another block", id="wrong name"),
     pytest.param("blocks.allocate(1, 1, Match([1]))", "block 1 has 2 owners but may change", id="shared but not full"),
-    pytest.param("blocks._children[b'x'] = {1: None}", "continue its history", id="wrong history"),
+    pytest.param("blocks._children[b'x'] = {1: None}", "listed after its history", id="wrong history"),
 ]
 
 
@@ -353,7 +353,7 @@ def test_integrity_notices_a_block(corruption, sentence):
     blocks = BlockManager(4)
     blocks.allocate(0, 2)
     blocks.check_integrity()
-    exec(corruption, {"blocks": blocks, "Match": Match})
+    exec(corruption, {"blocks": blocks, "Match": PrefixMatch})
     with pytest.raises(AssertionError, match=sentence):
         blocks.check_integrity()
 

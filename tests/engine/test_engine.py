@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.request import Request, Status
 from dcpjax.engine.result import StepResult, TokenScores
-from dcpjax.engine.scheduler import Pace, Scheduled
+from dcpjax.engine.scheduler import PrefillBudget, Scheduled
 
 BOTH = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 
@@ -47,9 +47,9 @@ SIZES = [(6, 1, 3), (6, 8, 5), (7, 4, 1), (9, 3, 16), (50, 8, 64), (50, 8, 4)]  
     st.booleans(),
     st.booleans(),
     st.sampled_from([1, 2, 64]),
-    st.sampled_from([None, Pace(tokens=2), Pace(tokens=4, per_position=0.3)]),
+    st.sampled_from([None, PrefillBudget(tokens=2), PrefillBudget(tokens=4, cost_per_position=0.3)]),
 )
-def test_results_depend_on_nothing_but_the_prompt(seed, sizes, async_scheduling, caching, least_copied, pace):
+def test_results_depend_on_nothing_but_the_prompt(seed, sizes, async_scheduling, caching, least_copied, prefill_budget):
     """Batching, chunking, caching, preemption, the order of arrival and that of steps change no token."""
     num_blocks, seats, budget = sizes
     running = engine(
@@ -59,7 +59,7 @@ def test_results_depend_on_nothing_but_the_prompt(seed, sizes, async_scheduling,
         async_scheduling=async_scheduling,
         caching=caching,
         least_copied=least_copied,
-        pace=pace,
+        prefill_budget=prefill_budget,
     )
     requests = [request(number, prompt, max_tokens=8) for number, prompt in enumerate(prompts(6, seed))]
     random.Random(seed).shuffle(requests)
@@ -149,7 +149,7 @@ def test_copies_are_made_of_blocks_whose_owner_still_writes_to_them():
 def test_completions_of_one_prompt_compute_it_once(length, async_scheduling):
     runner, prompt = MockRunner(), list(range(length))
     first = request(0, prompt, 4)
-    requests = [first, *(request(number, prompt, 4, leader=first) for number in range(1, 5))]
+    requests = [first, *(request(number, prompt, 4, first_sibling=first) for number in range(1, 5))]
     found = finish(engine(runner, async_scheduling=async_scheduling, budget=4), requests)
     assert found == expected(requests)
     assert runner.computed == length + 4 + 5 * 3
@@ -161,7 +161,7 @@ def test_completions_of_one_prompt_compute_it_once(length, async_scheduling):
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
 def test_completions_live_on_when_one_of_them_is_given_up(number, steps, async_scheduling):
     first = request(0, list(range(9)), 4)
-    requests = [first, *(request(number, list(range(9)), 4, leader=first) for number in range(1, 4))]
+    requests = [first, *(request(number, list(range(9)), 4, first_sibling=first) for number in range(1, 4))]
     running = engine(async_scheduling=async_scheduling, budget=4)
     for each in requests:
         running.add(each)
@@ -638,7 +638,7 @@ def test_an_interrupted_step_is_computed_again_and_changes_no_token(loses_cache,
         first = request(0, [1, 2, 3, 4, 5], 6, ends=[alone([1, 2, 3, 4, 5], 6)[4]])
         requests = [
             first,
-            request(1, [1, 2, 3, 4, 5], 6, leader=first),
+            request(1, [1, 2, 3, 4, 5], 6, first_sibling=first),
             request(2, [1, 2, 9], 6, guide=MockGuide()),
             request(3, [1, 2, 3, 4, 5, 6, 7], 6),
             request(4, [1, 2, 3, 4, 5, 6, 7], 6),
@@ -753,7 +753,7 @@ def test_the_numbers_of_a_run_are_right():
     assert stats.preemptions == 0
     assert stats.steps == runner.steps
     assert stats.seconds >= 0.0
-    runner.compile_seconds, running.scheduler.counters.seconds = 0.25, 1.0
+    runner.compile_seconds, running.counters.seconds = 0.25, 1.0
     assert (running.stats().compile_seconds, running.stats().seconds) == (0.25, 0.75)
 
 
@@ -772,7 +772,13 @@ def test_cached_tokens_are_those_of_the_first_time_a_request_ran():
 def soak(count: int, seed: int) -> None:
     """Requests that begin alike stream through a small pool; some are given up, some wait for others."""
     dice = random.Random(seed)
-    running = engine(num_blocks=40, seats=8, budget=24, least_copied=2, pace=Pace(tokens=8, per_position=0.01))
+    running = engine(
+        num_blocks=40,
+        seats=8,
+        budget=24,
+        least_copied=2,
+        prefill_budget=PrefillBudget(tokens=8, cost_per_position=0.01),
+    )
     stems = [[dice.randrange(VOCAB) for _ in range(dice.randint(2, 24))] for _ in range(12)]
     requests = [drawn(number, stems, dice) for number in range(count)]
     coming, given_up = requests[::-1], set(dice.sample(range(count), count // 10))

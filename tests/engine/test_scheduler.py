@@ -5,11 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.blocks import BlockManager
 from dcpjax.engine.request import Request, Status
-from dcpjax.engine.scheduler import SCORED_CHUNK, Limits, Pace, Scheduled, Scheduler
+from dcpjax.engine.scheduler import SCORED_CHUNK, PrefillBudget, Scheduled, Scheduler, StepLimits
 from dcpjax.models.kv_cache import CacheGeometry
 
 BLOCK = 4
@@ -22,14 +21,14 @@ def scheduler(
     budget: int = 16,
     *,
     geometry: CacheGeometry | None = None,
-    pace: Pace | None = None,
+    prefill_budget: PrefillBudget | None = None,
     caching: bool = True,
     least_copied: int = 1,
 ) -> Scheduler:
-    limits = Limits(
+    limits = StepLimits(
         max_num_seqs=seats,
         max_num_batched_tokens=budget,
-        pace=pace,
+        prefill_budget=prefill_budget,
         enable_prefix_caching=caching,
         least_copied=least_copied,
     )
@@ -41,13 +40,13 @@ def request(
     prompt: int | Sequence[int],
     max_tokens: int = 4,
     priority: int = 0,
-    leader: Request | None = None,
+    first_sibling: Request | None = None,
     **params,
 ) -> Request:
     """A length stands for a prompt that no other request shares."""
     ids = [1000 * (number + 1) + position for position in range(prompt)] if isinstance(prompt, int) else list(prompt)
-    made = Request(number, ids, SamplingParams(**params), max_tokens, 0, frozenset(), RequestMetrics(0.0))
-    made.priority, made.leader = priority, leader
+    made = Request(number=number, prompt_token_ids=ids, params=SamplingParams(**params), max_tokens=max_tokens)
+    made.priority, made.first_sibling = priority, first_sibling
     return made
 
 
@@ -394,7 +393,7 @@ def test_cached_tokens_are_not_counted_as_computed():
 
 def siblings(plan: Scheduler, count: int = 3, prompt: Sequence[int] = LONG, **params) -> list[Request]:
     first = request(0, prompt, **params)
-    made = [first, *(request(number, prompt, leader=first, **params) for number in range(1, count))]
+    made = [first, *(request(number, prompt, first_sibling=first, **params) for number in range(1, count))]
     for each in made:
         plan.add(each)
     return made
@@ -503,7 +502,7 @@ def decoding(plan: Scheduler, count: int, max_tokens: int = 50) -> None:
     ("decodes", "prompt_tokens"), [(1, 7), (4, 4), (5, 11), (8, 8), (9, 23), (0, 64)], ids=lambda value: str(value)
 )
 def test_prompts_fill_the_bucket_that_decodes_began_and_at_least_half_of_it(decodes, prompt_tokens):
-    plan = scheduler(seats=20, budget=64, pace=Pace(tokens=8))
+    plan = scheduler(seats=20, budget=64, prefill_budget=PrefillBudget(tokens=8))
     decoding(plan, decodes)
     plan.add(request(90, 100))
     step = advance(plan)
@@ -512,7 +511,7 @@ def test_prompts_fill_the_bucket_that_decodes_began_and_at_least_half_of_it(deco
 
 
 def test_prompt_work_beside_decodes_shrinks_as_the_context_grows():
-    plan = scheduler(budget=64, pace=Pace(tokens=16, per_position=0.1))
+    plan = scheduler(budget=64, prefill_budget=PrefillBudget(tokens=16, cost_per_position=0.1))
     decoding(plan, 1)
     plan.add(request(1, 60))
     counts = [advance(plan)[-1].count for _ in range(6)]
@@ -520,7 +519,7 @@ def test_prompt_work_beside_decodes_shrinks_as_the_context_grows():
 
 
 def test_two_prompts_share_the_work_and_the_second_waits_for_what_is_left():
-    plan = scheduler(budget=64, pace=Pace(tokens=16))
+    plan = scheduler(budget=64, prefill_budget=PrefillBudget(tokens=16))
     decoding(plan, 1)
     plan.add(request(1, 10))
     plan.add(request(2, 30))
@@ -530,7 +529,7 @@ def test_two_prompts_share_the_work_and_the_second_waits_for_what_is_left():
 
 @pytest.mark.parametrize("tokens", [1, 2, 8])
 def test_one_prompt_advances_however_late_in_its_context(tokens):
-    plan = scheduler(budget=64, pace=Pace(tokens=tokens, per_position=100.0))
+    plan = scheduler(budget=64, prefill_budget=PrefillBudget(tokens=tokens, cost_per_position=100.0))
     decoding(plan, 1)
     plan.add(request(1, 30, max_tokens=1))
     plan.add(request(2, 30, max_tokens=1))
@@ -542,7 +541,7 @@ def test_one_prompt_advances_however_late_in_its_context(tokens):
 
 def test_a_request_that_waits_for_its_token_is_not_made_to_wait_for_a_long_prompt():
     """A guide has to see a token before the next: in between, the request has no part in the step."""
-    plan = scheduler(budget=64, pace=Pace(tokens=8))
+    plan = scheduler(budget=64, prefill_budget=PrefillBudget(tokens=8))
     decoding(plan, 1)
     (guided,) = plan.running
     guided.bad_words = ((1, 2),)
@@ -553,7 +552,7 @@ def test_a_request_that_waits_for_its_token_is_not_made_to_wait_for_a_long_promp
 
 def test_prompts_are_held_back_only_for_decodes_that_somebody_watches():
     for streamed, always, prompt_tokens in ((True, False, 7), (False, False, 63), (False, True, 7)):
-        plan = scheduler(budget=64, pace=Pace(tokens=8, always=always))
+        plan = scheduler(budget=64, prefill_budget=PrefillBudget(tokens=8, always=always))
         decoding(plan, 1)
         plan.running[0].streamed = streamed
         plan.add(request(90, 100))
@@ -573,14 +572,16 @@ def test_without_a_pace_prompts_take_all_that_decodes_leave():
 def simulate(seed: int) -> None:
     """Requests of random sizes arriving at random moments, some given up, on a pool that is often too small."""
     dice = random.Random(seed)
-    pace = dice.choice([None, Pace(tokens=dice.randint(1, 8), per_position=dice.choice([0.0, 0.05, 1.0]))])
+    prefill_budget = dice.choice(
+        [None, PrefillBudget(tokens=dice.randint(1, 8), cost_per_position=dice.choice([0.0, 0.05, 1.0]))]
+    )
     geometry = dice.choice([CacheGeometry(block_size=BLOCK, dcp=2, interleave=interleave) for interleave in (1, 2)])
     plan = scheduler(
         dice.randint(3, 12),
         dice.randint(1, 5),
         dice.randint(1, 12),
         geometry=geometry,
-        pace=pace,
+        prefill_budget=prefill_budget,
         caching=dice.random() < 0.7,
         least_copied=dice.randint(1, 3),
     )
@@ -608,14 +609,18 @@ def simulate(seed: int) -> None:
 def drawn(dice: random.Random, everyone: Sequence[Request], capacity: int) -> Request:
     """A prompt that is new, or begins like another, or is another completion of its prompt."""
     length, number = dice.randint(1, capacity - 1), len(everyone)
-    prompt, leader = [1000 * number + position for position in range(length)], None
+    prompt, first_sibling = [1000 * number + position for position in range(length)], None
     if everyone and dice.random() < 0.5:
         other = dice.choice(everyone)
-        leader = other if dice.random() < 0.5 and other.leader is None else None
-        prompt = other.prompt_token_ids if leader else (other.prompt_token_ids[: dice.randint(1, 8)] + prompt)[:length]
+        first_sibling = other if dice.random() < 0.5 and other.first_sibling is None else None
+        prompt = (
+            other.prompt_token_ids
+            if first_sibling
+            else (other.prompt_token_ids[: dice.randint(1, 8)] + prompt)[:length]
+        )
     most = min(12, capacity - len(prompt))
-    made = request(number, prompt, dice.randint(1, most), leader=leader)
-    made.priority = leader.priority if leader else dice.choice([0, 0, 1])
+    made = request(number, prompt, dice.randint(1, most), first_sibling=first_sibling)
+    made.priority = first_sibling.priority if first_sibling else dice.choice([0, 0, 1])
     return made
 
 
@@ -637,8 +642,8 @@ def test_every_mixture_of_requests_runs_to_its_end(seed):
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.sampled_from([0.0, 0.02, 0.3]))
 def test_prompt_work_beside_decodes_stays_within_the_pace_unless_one_token_alone_exceeds_it(seed, tokens, per_position):
-    dice, pace = random.Random(seed), Pace(tokens=tokens, per_position=per_position)
-    plan = scheduler(1000, 8, dice.randint(9, 64), pace=pace)
+    dice, prefill_budget = random.Random(seed), PrefillBudget(tokens=tokens, cost_per_position=per_position)
+    plan = scheduler(1000, 8, dice.randint(9, 64), prefill_budget=prefill_budget)
     decoding(plan, dice.randint(1, 4), max_tokens=500)
     for number in range(10, 14):
         plan.add(request(number, dice.randint(2, 40), max_tokens=1))
@@ -646,7 +651,7 @@ def test_prompt_work_beside_decodes_stays_within_the_pace_unless_one_token_alone
         singles = sum(each.num_pending == 1 for each in plan.running)
         step = advance(plan)
         chunks = [entry for entry in step if entry.request.number >= 10 and not is_last_token(entry)]
-        work = sum(pace.work(entry.start, entry.count) for entry in chunks)
+        work = sum(prefill_budget.work(entry.start, entry.count) for entry in chunks)
         assert work <= allowed(tokens, singles) or (len(chunks) == 1 and chunks[0].count == 1)
         assert chunks or all(each.num_pending <= 1 for each in plan.running), "no prompt advances"
 
@@ -676,8 +681,8 @@ def test_blocks_fill_the_ranks_evenly(seed, split):
 
 
 def test_a_step_that_also_decodes_is_no_larger_than_the_pace_says_and_one_that_does_not_is():
-    pace = Pace(tokens=64, step_tokens=8)
-    limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, pace=pace)
+    prefill_budget = PrefillBudget(tokens=64, max_step_tokens=8)
+    limits = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, prefill_budget=prefill_budget)
     plan = Scheduler(BlockManager(100), CacheGeometry(block_size=BLOCK), limits)
     add(plan, 3, 40)
     assert shown(advance(plan)) == [(0, 0, 3), (1, 0, 40)]  # nobody decodes yet

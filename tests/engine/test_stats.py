@@ -2,7 +2,7 @@ from dataclasses import FrozenInstanceError, asdict, fields
 
 import pytest
 
-from dcpjax.engine.stats import Counters, EngineStats
+from dcpjax.engine.stats import EngineCounters, EngineStats, SchedulerCounters
 
 
 def snapshot(**changes) -> EngineStats:
@@ -16,16 +16,9 @@ def snapshot(**changes) -> EngineStats:
         "tokens_per_rank": (1024, 1023),
         "compile_seconds": 2.1,
     }
-    counters = Counters(
-        prefix_queries=700,
-        prefix_hits=525,
-        prompt_tokens=900,
-        generated_tokens=240,
-        preemptions=1,
-        steps=30,
-        seconds=4.0,
-    )
-    return EngineStats(**(values | asdict(counters) | changes))
+    scheduled = SchedulerCounters(prefix_queries=700, prefix_hits=525, prompt_tokens=900, preemptions=1, steps=30)
+    done = EngineCounters(generated_tokens=240, seconds=4.0)
+    return EngineStats(**(values | asdict(scheduled) | asdict(done) | changes))
 
 
 def test_rates_are_fractions_of_what_they_are_named_after():
@@ -34,13 +27,14 @@ def test_rates_are_fractions_of_what_they_are_named_after():
 
 
 def test_rates_of_an_engine_that_did_nothing_are_zero():
-    stats = snapshot(**asdict(Counters()), num_blocks=0)
+    stats = snapshot(**asdict(SchedulerCounters()), **asdict(EngineCounters()), num_blocks=0)
     assert (stats.cache_usage, stats.prefix_hit_rate, stats.tokens_per_second) == (0.0, 0.0, 0.0)
 
 
 def test_every_counter_is_a_field_of_the_snapshot_and_begins_at_zero():
-    assert {field.name for field in fields(Counters)} <= {field.name for field in fields(EngineStats)}
-    assert not any(asdict(Counters()).values())
+    for counters in (SchedulerCounters, EngineCounters):
+        assert {field.name for field in fields(counters)} <= {field.name for field in fields(EngineStats)}
+        assert not any(asdict(counters()).values())
 
 
 def test_a_snapshot_does_not_change_while_the_engine_goes_on():

@@ -14,10 +14,10 @@ from small_models import character_model
 
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.jobs.batch_engine import BatchEngine, open_batch_engine
-from dcpjax.jobs.job import Serving
+from dcpjax.jobs.job import BatchDefaults
 from dcpjax.jobs.options import BatchOptions
 from dcpjax.jobs.run import BatchFiles, run_batch, run_files
-from dcpjax.jobs.tally import Tally
+from dcpjax.jobs.statistics import JobStatistics
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -41,13 +41,13 @@ def engine(model: Path) -> Iterator[BatchEngine]:
     assert made.num_unfinished == 0
 
 
-def run(folder: Path, engine: BatchEngine, *lines: dict[str, Any], stop=lambda: False, **options: Any) -> Tally:
+def run(folder: Path, engine: BatchEngine, *lines: dict[str, Any], stop=lambda: False, **options: Any) -> JobStatistics:
     if lines:
         (folder / "in").write_text("\n".join(map(json.dumps, lines)))
-    files, tally = BatchFiles(input=folder / "in", output=folder / "out"), Tally()
-    serving, batch = Serving(model="tiny", defaults={}, seed=0), BatchOptions(ordered=True, **options)
-    run_files(files, batch, serving, lambda: (engine, {}), tally=tally, shown=False, stop=stop)
-    return tally
+    files, statistics = BatchFiles(input=folder / "in", output=folder / "out"), JobStatistics()
+    defaults, batch = BatchDefaults(model="tiny", sampling={}, seed=0), BatchOptions(ordered=True, **options)
+    run_files(files, batch, defaults, lambda: (engine, {}), statistics=statistics, shown=False, stop=stop)
+    return statistics
 
 
 def bodies(folder: Path) -> list[dict[str, Any]]:
@@ -121,8 +121,8 @@ def test_an_interrupted_job_ends_with_the_same_texts(tmp_path, engine):
         folder.mkdir()
         steps = iter(range(1000))
         stop = lambda steps=steps, stops=stops: stops and next(steps) > 20  # noqa: E731
-        tally = run(folder, engine, *lines, stop=stop, grace_seconds=0, max_in_flight=3)
-        assert (tally.state == "stopped") == stops
+        statistics = run(folder, engine, *lines, stop=stop, grace_seconds=0, max_in_flight=3)
+        assert (statistics.state == "stopped") == stops
         run(folder, engine, resume=True)
         texts.append([body["choices"][0]["text"] for body in bodies(folder)])
     assert texts[0] == texts[1]
@@ -161,6 +161,6 @@ def _lines(path: Path) -> int:
 
 def test_the_function_runs_a_file_from_beginning_to_end(tmp_path, model):
     (tmp_path / "in").write_text('{"prompt": "abc"}\n{"prompt": "abc", "top_k": 1}\n')
-    tally = run_batch(tmp_path / "in", tmp_path / "out", model, progress=False, max_tokens=3, **OPTIONS)
-    assert (tally.done, tally.errors, tally.new_tokens) == (2, 0, 6)
+    statistics = run_batch(tmp_path / "in", tmp_path / "out", model, progress=False, max_tokens=3, **OPTIONS)
+    assert (statistics.done, statistics.errors, statistics.new_tokens) == (2, 0, 6)
     assert bodies(tmp_path)[0]["model"] == str(model)

@@ -11,24 +11,28 @@ from hypothesis import strategies as st
 import dcpjax.jobs.job
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.jobs import lines as line_reading
-from dcpjax.jobs.job import Serving
+from dcpjax.jobs.job import BatchDefaults
 from dcpjax.jobs.options import BatchOptions
 from dcpjax.jobs.output_file import OutputError
 from dcpjax.jobs.run import BatchFiles, run_files
-from dcpjax.jobs.tally import Tally
+from dcpjax.jobs.statistics import JobStatistics
 
-SERVING = Serving(model="m", defaults={}, seed=0)
+DEFAULTS = BatchDefaults(model="m", sampling={}, seed=0)
 
 
-def run(folder, content: bytes | None = None, engine: MockEngine | None = None, *, stop=None, **options) -> Tally:
+def run(
+    folder, content: bytes | None = None, engine: MockEngine | None = None, *, stop=None, **options
+) -> JobStatistics:
     """Run a job in a folder: in -> out."""
     if content is not None:
         (folder / "in").write_bytes(content)
-    tally, files = Tally(), BatchFiles(input=folder / "in", output=folder / "out")
+    statistics, files = JobStatistics(), BatchFiles(input=folder / "in", output=folder / "out")
     mock = engine or MockEngine()
     stop = stop or (lambda: False)
-    run_files(files, BatchOptions(**options), SERVING, lambda: (mock, {}), tally=tally, shown=False, stop=stop)
-    return tally
+    run_files(
+        files, BatchOptions(**options), DEFAULTS, lambda: (mock, {}), statistics=statistics, shown=False, stop=stop
+    )
+    return statistics
 
 
 def records(folder) -> list[dict]:
@@ -63,11 +67,13 @@ def test_every_line_gives_one_record_and_the_bad_ones_hurt_nobody(tmp_path):
             b'{"prompt": "last"}',
         ]
     )
-    tally = run(tmp_path, content.replace(b'{"a": ' * 5000, b'{"a":' * 900 + b"1"), ordered=True, max_line_bytes=5000)
+    statistics = run(
+        tmp_path, content.replace(b'{"a": ' * 5000, b'{"a":' * 900 + b"1"), ordered=True, max_line_bytes=5000
+    )
     found = dict(zip(numbers(tmp_path), records(tmp_path), strict=True))
     assert list(found) == [1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13, 14, 15]
     assert [number for number, record in found.items() if record["error"] is None] == [1, 15]
-    assert (tally.done, tally.errors, tally.blank, tally.total) == (13, 11, 2, 13)
+    assert (statistics.done, statistics.errors, statistics.blank, statistics.total) == (13, 11, 2, 13)
     codes = {number: record["error"]["code"] for number, record in found.items() if record["error"]}
     assert codes == {
         **dict.fromkeys([3, 4, 5, 13], "invalid_json"),
@@ -114,7 +120,7 @@ def mutated(line: bytes, source: random.Random) -> bytes:
 def test_mutated_lines_give_one_strict_record_each(tmp_path_factory, seed, count):
     source, folder = random.Random(seed), tmp_path_factory.mktemp("mutated")
     content = [b"{}", *(mutated(source.choice(VALID) % number, source) for number in range(count))]
-    tally = run(folder, b"\n".join(content))
+    statistics = run(folder, b"\n".join(content))
     data = (folder / "out").read_bytes()
     assert data.endswith(b"\n")
     text = data.decode("utf-8", "strict")
@@ -124,17 +130,17 @@ def test_mutated_lines_give_one_strict_record_each(tmp_path_factory, seed, count
     assert all(letter <= "\ud7ff" or letter >= "\ue000" for record in found for letter in str(record))
     assert all((record["error"] is None) == (record["response"]["status_code"] == 200) for record in found)
     blank = len(content) - len(wanted) - (not content[-1])  # no line after the last line feed
-    assert (tally.done, tally.blank) == (len(wanted), blank)
+    assert (statistics.done, statistics.blank) == (len(wanted), blank)
 
 
 @pytest.mark.slow
 def test_twenty_thousand_mutated_lines_give_one_record_each(tmp_path):
     source = random.Random(7)
     content = [b"{}", *(mutated(source.choice(VALID) % number, source) or b"x" for number in range(20_000))]
-    tally = run(tmp_path, b"\n".join(content), ordered=True)
+    statistics = run(tmp_path, b"\n".join(content), ordered=True)
     (tmp_path / "out").read_text(encoding="utf-8", errors="strict")
     assert numbers(tmp_path) == [n for n, line in enumerate(content, 1) if line.removeprefix(b"\xef\xbb\xbf").strip()]
-    assert tally.done + tally.blank == len(content)
+    assert statistics.done + statistics.blank == len(content)
 
 
 def test_the_window_bounds_what_is_read_ahead(tmp_path):
@@ -185,9 +191,9 @@ def test_a_resumed_job_runs_what_is_missing_and_nothing_else(tmp_path):
     kept = whole.splitlines(keepends=True)[::2]
     (tmp_path / "out").write_bytes(b"".join(kept) + whole[:30])
     engine = MockEngine()
-    tally = run(tmp_path, None, engine, resume=True)
+    statistics = run(tmp_path, None, engine, resume=True)
     assert sorted(request.line for request in engine.submitted) == list(range(2, 21, 2))
-    assert (tally.resumed, tally.written, tally.done, tally.total) == (10, 10, 20, 20)
+    assert (statistics.resumed, statistics.written, statistics.done, statistics.total) == (10, 10, 20, 20)
     assert sorted(numbers(tmp_path)) == list(range(1, 21))
 
 
@@ -197,9 +203,9 @@ def test_a_job_that_is_done_opens_no_engine(tmp_path):
     def refuse():
         raise AssertionError("opened")
 
-    files, tally = BatchFiles(input=tmp_path / "in", output=tmp_path / "out"), Tally()
-    run_files(files, BatchOptions(resume=True), SERVING, refuse, tally=tally, shown=False)
-    assert (tally.state, tally.done, tally.errors) == ("finished", 4, 1)
+    files, statistics = BatchFiles(input=tmp_path / "in", output=tmp_path / "out"), JobStatistics()
+    run_files(files, BatchOptions(resume=True), DEFAULTS, refuse, statistics=statistics, shown=False)
+    assert (statistics.state, statistics.done, statistics.errors) == ("finished", 4, 1)
 
 
 def test_errors_are_run_again_when_asked(tmp_path):
@@ -207,9 +213,9 @@ def test_errors_are_run_again_when_asked(tmp_path):
     engine = MockEngine()
     run(tmp_path, None, engine, resume=True)
     assert engine.submitted == []
-    tally = run(tmp_path, None, engine, resume=True, retry_errors=True)
+    statistics = run(tmp_path, None, engine, resume=True, retry_errors=True)
     assert [request.line for request in engine.submitted] == [4]
-    assert (tally.resumed, tally.written, tally.errors) == (3, 2, 2)
+    assert (statistics.resumed, statistics.written, statistics.errors) == (3, 2, 2)
     assert sorted(numbers(tmp_path)) == [1, 2, 3, 4, 5]
 
 
@@ -252,7 +258,7 @@ def test_an_interrupted_job_gives_what_an_undisturbed_one_gives(tmp_path):
         run(folder, lines(30), engine, stop=stop, max_in_flight=4)
         again = MockEngine(3)
         run(folder, None, again, resume=True, ordered=True)
-        sampled[folder.name] = {request.line: request.sampling for request in engine.submitted + again.submitted}
+        sampled[folder.name] = {request.line: request.body.sampling for request in engine.submitted + again.submitted}
         assert bool(again.submitted) == bool(stops)
     assert sampled["a"] == sampled["b"]
     stripped = [[{**one, "response": {**one["response"], "body": None}} for one in records(tmp_path / x)] for x in "ab"]
@@ -261,17 +267,17 @@ def test_an_interrupted_job_gives_what_an_undisturbed_one_gives(tmp_path):
 
 def test_a_job_that_is_asked_to_stop_finishes_what_runs(tmp_path):
     engine = MockEngine()
-    tally = run(tmp_path, lines(30), engine, stop=lambda: engine.steps > 2, max_in_flight=5)
-    assert (tally.state, engine.aborted) == ("stopped", 1)
-    assert tally.written == len(engine.submitted) < 30
+    statistics = run(tmp_path, lines(30), engine, stop=lambda: engine.steps > 2, max_in_flight=5)
+    assert (statistics.state, engine.aborted) == ("stopped", 1)
+    assert statistics.written == len(engine.submitted) < 30
 
 
 def test_a_job_without_grace_drops_what_runs(tmp_path):
     engine = MockEngine()
-    tally = run(tmp_path, lines(30), engine, stop=lambda: engine.steps > 2, max_in_flight=5, grace_seconds=0)
-    assert (tally.state, engine.aborted) == ("stopped", 1)
-    assert tally.written < len(engine.submitted)
-    assert run(tmp_path, None, resume=True).written == 30 - tally.written
+    statistics = run(tmp_path, lines(30), engine, stop=lambda: engine.steps > 2, max_in_flight=5, grace_seconds=0)
+    assert (statistics.state, engine.aborted) == ("stopped", 1)
+    assert statistics.written < len(engine.submitted)
+    assert run(tmp_path, None, resume=True).written == 30 - statistics.written
 
 
 class Broken(MockEngine):
@@ -310,17 +316,17 @@ def test_a_model_that_does_not_open_leaves_an_overwritten_output_as_it_was(tmp_p
         raise ValueError("no such model")
 
     with pytest.raises(ValueError, match="no such model"):
-        run_files(files, BatchOptions(overwrite=True), SERVING, refuse, tally=Tally(), shown=False)
+        run_files(files, BatchOptions(overwrite=True), DEFAULTS, refuse, statistics=JobStatistics(), shown=False)
     assert (tmp_path / "out").read_bytes() == before
 
 
 def test_what_the_model_asks_for_comes_after_the_users_and_the_lines_own(tmp_path):
     (tmp_path / "in").write_bytes(b'{"prompt": "a", "top_k": 1}')
     engine, files = MockEngine(), BatchFiles(input=tmp_path / "in", output=tmp_path / "out")
-    serving = Serving(model="m", defaults={"top_p": 0.5}, seed=0)
+    defaults = BatchDefaults(model="m", sampling={"top_p": 0.5}, seed=0)
     own = {"top_k": 2, "top_p": 0.2, "temperature": 0.2}
-    run_files(files, BatchOptions(), serving, lambda: (engine, own), tally=Tally(), shown=False)
-    sampling: SamplingParams = engine.submitted[0].sampling
+    run_files(files, BatchOptions(), defaults, lambda: (engine, own), statistics=JobStatistics(), shown=False)
+    sampling: SamplingParams = engine.submitted[0].body.sampling
     assert (sampling.top_k, sampling.top_p, sampling.temperature) == (1, 0.5, 0.2)
 
 
@@ -339,7 +345,7 @@ def test_a_pipe_is_answered_while_it_is_still_open(tmp_path):
 
     files = BatchFiles(input=f"/dev/fd/{reading}", output=tmp_path / "out")
     (tmp_path / "out").touch()
-    tally = Tally()
-    run_files(files, BatchOptions(), SERVING, lambda: (engine, {}), tally=tally, shown=False, stop=feed)
+    statistics = JobStatistics()
+    run_files(files, BatchOptions(), DEFAULTS, lambda: (engine, {}), statistics=statistics, shown=False, stop=feed)
     os.close(reading)
-    assert (numbers(tmp_path), tally.state, tally.total) == ([1, 2, 3, 4, 5], "finished", 5)
+    assert (numbers(tmp_path), statistics.state, statistics.total) == ([1, 2, 3, 4, 5], "finished", 5)

@@ -30,7 +30,7 @@ def fill(path, *records: bytes, **options) -> None:
 
 
 def lines_of(file: OutputFile) -> list[int]:
-    return [stored.line for stored, _ in file.records()]
+    return [summary.line for summary, _ in file.records()]
 
 
 def test_records_are_on_disk_as_soon_as_they_are_appended(tmp_path):
@@ -121,7 +121,7 @@ def test_records_are_ordered_in_place_of_the_file_a_link_points_to(tmp_path):
     os.symlink(tmp_path / "out", tmp_path / "link")
     fill(tmp_path / "link", *(record(line, text="x" * line) for line in (3, 10, 2, 1)))
     file, _ = opened(tmp_path / "link", resume=True)
-    file.order()
+    file.sort_by_line()
     file.append(record(11))
     assert lines_of(file) == [1, 2, 3, 10, 11]
     assert os.path.islink(tmp_path / "link")
@@ -241,7 +241,7 @@ def session(path) -> None:
             if line not in present:
                 file.append(record(line, error=False))
         file.sync()
-        file.order()
+        file.sort_by_line()
     finally:
         file.close()
 

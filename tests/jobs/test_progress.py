@@ -7,8 +7,8 @@ import pytest
 
 from dcpjax.api.progress import CLEAR_LINE
 from dcpjax.jobs.progress import LINE_SECONDS, LOG_SECONDS, Progress, clock_time, live_line, summary_table
+from dcpjax.jobs.statistics import JobStatistics
 from dcpjax.jobs.status_file import StatusFile
-from dcpjax.jobs.tally import Tally
 
 
 class Clock:
@@ -23,35 +23,35 @@ class Terminal(io.StringIO):
         return True
 
 
-def tally_of(**numbers) -> Tally:
+def statistics_of(**numbers) -> JobStatistics:
     clock = Clock()
-    tally = Tally(clock=clock, **numbers)
-    tally.start()
+    statistics = JobStatistics(clock=clock, **numbers)
+    statistics.start()
     clock.now += 10
-    return tally
+    return statistics
 
 
 def test_the_live_line_says_how_far_how_fast_and_how_long_still():
-    tally = tally_of(
+    statistics = statistics_of(
         total=1200, resumed=200, written=250, running=8, new_errors=1, prompt_tokens=5000, new_tokens=12345
     )
-    tally.engine = {"cache_usage": 0.42}
-    assert live_line(tally) == (
+    statistics.engine = {"cache_usage": 0.42}
+    assert live_line(statistics) == (
         "450/1,200 (38%) lines | 8 running | 1 error | 500 prompt + 1,234 new tokens/s | cache 42% | 0:30 left"
     )
 
 
 def test_the_live_line_of_a_pipe_knows_no_total():
-    assert live_line(tally_of(written=3)) == "3 lines | 0 running | 0 errors | 0 prompt + 0 new tokens/s"
+    assert live_line(statistics_of(written=3)) == "3 lines | 0 running | 0 errors | 0 prompt + 0 new tokens/s"
 
 
 def test_the_table_names_the_first_errors():
-    tally = tally_of(total=9, resumed=2, blank=1, prompt_tokens=40, cached_tokens=30, new_tokens=20)
-    tally.state = "finished"
+    statistics = statistics_of(total=9, resumed=2, blank=1, prompt_tokens=40, cached_tokens=30, new_tokens=20)
+    statistics.state = "finished"
     for line in range(4, 9):
-        tally.written += 1
-        tally.take_error(line, "it\n broke" + "x" * 300)
-    table = summary_table(tally, "out.jsonl")
+        statistics.written += 1
+        statistics.add_error(line, "it\n broke" + "x" * 300)
+    table = summary_table(statistics, "out.jsonl")
     assert table.splitlines()[:3] == [
         "state         finished",
         "lines         7 of 9 done, 2 by an earlier run, 1 blank",
@@ -64,7 +64,7 @@ def test_the_table_names_the_first_errors():
 
 def test_a_terminal_is_drawn_on_now_and_then_and_cleared_at_the_end():
     stream, clock = Terminal(), Clock()
-    progress = Progress(tally_of(written=1), stream=stream, clock=clock)
+    progress = Progress(statistics_of(written=1), stream=stream, clock=clock)
     for now in (100.0, 100.0 + LINE_SECONDS / 2, 100.0 + LINE_SECONDS):
         clock.now = now
         progress.update()
@@ -75,7 +75,7 @@ def test_a_terminal_is_drawn_on_now_and_then_and_cleared_at_the_end():
 
 def test_what_is_no_terminal_sees_the_table_only():
     stream = io.StringIO()
-    progress = Progress(tally_of(), stream=stream, clock=Clock())
+    progress = Progress(statistics_of(), stream=stream, clock=Clock())
     progress.update()
     assert stream.getvalue() == ""
     progress.finish("out")
@@ -84,17 +84,17 @@ def test_what_is_no_terminal_sees_the_table_only():
 
 def test_a_job_that_never_began_has_no_table():
     stream = io.StringIO()
-    Progress(Tally(), stream=stream).finish("out")
+    Progress(JobStatistics(), stream=stream).finish("out")
     assert stream.getvalue() == ""
 
 
 def test_json_logs_are_one_object_a_line():
     stream, clock = Terminal(), Clock()
-    progress = Progress(tally_of(total=3), json_logs=True, stream=stream, clock=clock)
+    progress = Progress(statistics_of(total=3), json_logs=True, stream=stream, clock=clock)
     clock.now += LOG_SECONDS
     progress.update()
     progress.update()
-    progress.note_error(3, "invalid_json", "no\nJSON")
+    progress.report_error(3, "invalid_json", "no\nJSON")
     progress.finish("out")
     events = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [event["event"] for event in events] == ["progress", "error", "running"]
@@ -107,7 +107,7 @@ def test_a_stream_that_is_gone_stops_nothing():
     stream.close()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Terminal, "isatty", lambda self: True)
-        progress = Progress(tally_of(), stream=stream, clock=Clock())
+        progress = Progress(statistics_of(), stream=stream, clock=Clock())
         progress.update()
         progress.finish("out")
 
@@ -122,7 +122,9 @@ def test_the_status_file_is_whole_at_every_moment(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", replace)
-        progress = Progress(tally_of(total=4, written=2), status_file=StatusFile(path, {"input": "in"}), shown=False)
+        progress = Progress(
+            statistics_of(total=4, written=2), status_file=StatusFile(path, {"input": "in"}), shown=False
+        )
         progress.update()
         progress.finish("out")
     assert seen == ["loading", "running", "running"]

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import golden, loaded
+from harness import golden, loaded, sample
 
 DENSE = ["llama2", "llama3", "llama-linear", "llama-bias", "smollm2", "qwen2", "qwen3", "qwen3-tied"]
 EXPERTS = ["deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "qwen3-moe"]
@@ -19,20 +19,25 @@ def test_logits_and_greedy_tokens_equal_transformers(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "devices", "dcp"),
-    [
-        ("llama2", 8, 2),
+    sample(
+        [
+            ("llama2", 8, 2),
+            ("llama3", 8, 4),
+            ("llama-bias", 6, 2),
+            ("smollm2", 8, 8),
+            ("qwen2", 4, 2),
+            ("qwen3", 8, 2),
+            ("qwen3-tied", 4, 4),
+            ("deepseek-v2-lite", 4, 2),
+            ("deepseek-v2", 6, 3),
+            ("deepseek-v3", 8, 8),
+            ("kimi-k2", 4, 4),
+            ("qwen3-moe", 6, 3),
+        ],
         ("llama3", 8, 4),
-        ("llama-bias", 6, 2),
-        ("smollm2", 8, 8),
-        ("qwen2", 4, 2),
-        ("qwen3", 8, 2),
-        ("qwen3-tied", 4, 4),
-        ("deepseek-v2-lite", 4, 2),
-        ("deepseek-v2", 6, 3),
         ("deepseek-v3", 8, 8),
-        ("kimi-k2", 4, 4),
         ("qwen3-moe", 6, 3),
-    ],
+    ),
 )
 def test_families_on_a_mesh_equal_transformers(family: str, devices: int, dcp: int) -> None:
     assert_equal_to_transformers(family, tensor_parallel_size=devices, decode_context_parallel_size=dcp, block_size=24)

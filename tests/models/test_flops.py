@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from abstract_arrays import abstract_tree
 from compiled_steps import scheduled
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from traced import MODELS, config_of, flops
 from dcpjax.models import decoder
 from dcpjax.models.attention.work import Runtime
 from dcpjax.models.kv_cache import CHUNK_SLOTS, CacheGeometry
-from dcpjax.runtime.batch import Batch, Shapes, build
+from dcpjax.runtime.batch import Batch, ShapeBuckets, build
 from dcpjax.runtime.programs import compile_on_demand, forward
 from dcpjax.sharding.arrays import is_spec
 from dcpjax.sharding.mesh import Layout, make_mesh
@@ -28,7 +29,7 @@ LAYOUTS = [(8, 1), (4, 2), (2, 4), (1, 8)]
 
 def prefill(geometry: CacheGeometry, context: int) -> Batch:
     """The last 32 tokens of a prompt."""
-    shapes = Shapes(max_rows=1, max_tokens=QUERIES, table_width=8 * geometry.chunk_blocks)
+    shapes = ShapeBuckets(max_rows=1, max_tokens=QUERIES, table_width=8 * geometry.chunk_blocks)
     return build(scheduled([context], count=QUERIES), shapes, geometry)
 
 
@@ -40,12 +41,9 @@ def lowered(kind: str, tp: int, dcp: int, context: int = BLOCK) -> tuple[Any, Ba
     place, geometry = Placement(make_mesh(layout)), CacheGeometry(block_size=BLOCK, dcp=dcp)
     runtime = Runtime(place=place, geometry=geometry)
 
-    def abstract(specs: Any) -> Any:
-        return jax.tree.map(lambda spec: spec.abstract(place), specs, is_leaf=is_spec)
-
     batch = prefill(geometry, context)
-    cache_specs = abstract(decoder.cache_specs(config, layout, 8, geometry.slots, "float32"))
-    weights = abstract(decoder.weight_specs(config, layout, "float32"))
+    cache_specs = abstract_tree(decoder.cache_specs(config, layout, 8, geometry.slots, "float32"), place)
+    weights = abstract_tree(decoder.weight_specs(config, layout, "float32"), place)
     step = compile_on_demand(forward, config, runtime, cache_specs)
     return step.trace(weights, cache_specs, jax.ShapeDtypeStruct((1,), np.int32), batch), batch
 
@@ -90,7 +88,7 @@ def test_no_device_attends_more_when_dcp_replaces_tp(kind):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_short_context_costs_a_whole_chunk_on_every_rank(kind):
-    """What dcp does cost: chunks have a fixed number of slots, so eight ranks visit 1,024 positions at least."""
+    """The cost of dcp: chunks have a fixed number of slots, so eight ranks process at least 1,024 positions."""
     short = 64
     assert attention_flops(kind, 1, 8, short) == 8 * attention_flops(kind, 8, 1, short)
 
@@ -104,7 +102,7 @@ def test_the_surplus_of_a_tile_is_less_than_one_chunk_of_every_rank(tokens, dcp,
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_outside_attention_only_the_projections_to_keys_and_values_are_repeated_within_a_dcp_group(kind):
-    """A matrix product costs each device the part of the matrix it holds. MLA's one latent is made everywhere."""
+    """Each device multiplies its part of a matrix. MLA's latent is computed on every device."""
     config = config_of(kind)
     per_device = {layout: matrix_values(kind, *layout) for layout in LAYOUTS}
     heads = {(8, 1): 1, (4, 2): 1, (2, 4): 1, (1, 8): 2} if config.mla is None else dict.fromkeys(LAYOUTS, 0)

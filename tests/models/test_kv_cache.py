@@ -24,7 +24,7 @@ LONG_BLOCKS = [
 
 
 def naive_places(where: CacheGeometry, tokens: int) -> list[tuple[int, int, int]]:
-    """Deal positions out: `interleave` in a row to each rank in turn, each rank filling its slots in order."""
+    """Assign `interleave` consecutive positions to each rank in turn; each rank fills its slots in order."""
     places = []
     for block in range(-(-tokens // where.block_size)):
         filled = [0] * where.dcp

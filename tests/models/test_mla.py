@@ -19,7 +19,8 @@ from dcpjax.models import mla
 from dcpjax.models.checkpoint_names import HeadRows
 from dcpjax.models.config import ModelConfig, from_hf
 from dcpjax.models.rotary import rope_frequencies
-from dcpjax.runtime.runner import Runner
+from dcpjax.runtime.memory import block_bytes_per_device
+from dcpjax.runtime.runner import Runner, load_runner
 from dcpjax.sharding.mesh import Layout, check_layout
 
 
@@ -89,7 +90,7 @@ PROGRAMS = [
 @pytest.mark.parametrize(("tp", "dcp", "merge", "chunk"), PROGRAMS)
 def test_the_step_holds_the_collectives_of_other_families_and_no_more(tp, dcp, merge, chunk):
     """A layer gathers its queries and merges; experts, like a dense block, cost one all-reduce."""
-    layers = runner(tp, dcp, merge).config.num_layers
+    layers = runner(tp, dcp, merge).model.config.num_layers
     expected = Counter({kind: layers * count for kind, count in MERGE_COLLECTIVES[merge].items()})
     expected += Counter({"all-reduce": 2 * layers + 1})  # o_proj, MLP; embedding
     found = Counter(kind for kind, _ in instructions(program(tp, dcp, merge, chunk=chunk).as_text()))
@@ -109,7 +110,7 @@ def test_no_collective_moves_latents_and_every_cache_byte_is_aliased(tp, dcp, me
 
 def test_tensor_parallelism_alone_merges_nothing():
     found = Counter(kind for kind, _ in instructions(program(8, 1).as_text()))
-    assert found == {"all-reduce": 2 * runner(8, 1).config.num_layers + 1}
+    assert found == {"all-reduce": 2 * runner(8, 1).model.config.num_layers + 1}
 
 
 def test_a_replicated_query_projection_saves_one_gather_per_layer():
@@ -121,8 +122,8 @@ def test_a_replicated_query_projection_saves_one_gather_per_layer():
 
 
 def test_latent_bytes_per_device_fall_by_dcp_alone():
-    whole = runner(8, 1).block_bytes_per_device()
-    assert [runner(tp, dcp).block_bytes_per_device() for tp, dcp in ((2, 4), (1, 8))] == [whole // 4, whole // 8]
+    whole = block_bytes_per_device(runner(8, 1).model)
+    assert [block_bytes_per_device(runner(tp, dcp).model) for tp, dcp in ((2, 4), (1, 8))] == [whole // 4, whole // 8]
 
 
 # --- equal results
@@ -159,7 +160,7 @@ def test_an_illegal_layout_is_refused_before_weights_are_read():
     """deepseek-v2's golden has six heads."""
     files = open_model(GOLDENS / "deepseek-v2")
     with pytest.raises(ValueError, match=r"must divide the 6 heads .* but is 4; use 3"):
-        Runner(files, EngineConfig(tensor_parallel_size=4, decode_context_parallel_size=2, block_size=16))
+        load_runner(files, EngineConfig(tensor_parallel_size=4, decode_context_parallel_size=2, block_size=16))
 
 
 # --- scales, computed by hand
@@ -187,7 +188,7 @@ def test_softmax_scales(name, scale):
 
 
 def test_k2_stretches_every_pair_from_the_twentieth_on():
-    """Both betas are 1: pair 64 ln(4096 / 2 pi) / (2 ln 50000) = 19.16 turns once, so 0..19 stay and 20.. slow down."""
+    """Both betas are 1: pair 64 ln(4096 / 2 pi) / (2 ln 50000) = 19.16 rotates once; 0..19 are kept, 20.. scaled."""
     assert 64 * math.log(4096 / (2 * math.pi)) / (2 * math.log(50000)) == pytest.approx(19.16, abs=0.01)
     plain = 50000.0 ** (-np.arange(32) / 32)
     expected = np.where(np.arange(32) <= 19, plain, plain / 32)
@@ -195,7 +196,7 @@ def test_k2_stretches_every_pair_from_the_twentieth_on():
 
 
 def test_v3_stretches_over_a_ramp():
-    """Pairs up to 10 turn 32 times within 4096 positions and stay; from 23 on they turn less than once."""
+    """Pairs up to 10 make 32 rotations within 4096 positions and are kept; from 23 on they make less than one."""
     plain = 10000.0 ** (-np.arange(32) / 32)
     stretched = np.clip((np.arange(32) - 10) / 13, 0, 1)
     expected = plain * (1 - stretched) + plain / 40 * stretched

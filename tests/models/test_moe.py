@@ -1,4 +1,4 @@
-"""Experts of one device: equal to a loop over experts, independent of neighbours, work by the tokens routed."""
+"""Experts of one device: equal to a loop over experts, independent of other tokens, work by the tokens routed."""
 
 import re
 from dataclasses import replace
@@ -40,7 +40,7 @@ def routed(tile: int = TILE) -> Any:
 
 
 def dense(x: np.ndarray, ids: np.ndarray, share: np.ndarray, gate: Any, up: Any, down: Any) -> np.ndarray:
-    """Expert after expert over every token, in float64."""
+    """All tokens through one expert after another, in float64."""
     total = np.zeros(x.shape)
     for expert in range(gate.shape[0]):
         rising = x.astype(np.float64) @ gate[expert].T
@@ -50,7 +50,7 @@ def dense(x: np.ndarray, ids: np.ndarray, share: np.ndarray, gate: Any, up: Any,
 
 
 def choices(tokens: int = TOKENS) -> st.SearchStrategy[np.ndarray]:
-    """[N, k]: different experts of a token; those outside [0, EXPERTS) lie on other devices."""
+    """[T, k]: different experts of each token; those outside [0, EXPERTS) are on other devices."""
     token = st.lists(st.integers(-EXPERTS, 2 * EXPERTS - 1), min_size=CHOICES, max_size=CHOICES, unique=True)
     return st.lists(token, min_size=tokens, max_size=tokens).map(lambda rows: np.array(rows, np.int32))
 
@@ -160,7 +160,7 @@ def program_for(experts: int, model: int = 512, ffn: int = 256, dtype: Any = np.
 
 @pytest.mark.parametrize("experts", [17, 67])
 def test_no_product_runs_over_the_experts(experts):
-    """The weights of one expert are cut out for each tile: no operand or result of a dot is as long as the experts."""
+    """Each tile reads the weights of one expert: no operand or result of a dot has a dimension of all experts."""
     text = program_for(experts).as_text()
     shapes = {name: dims.split(",") for name, dims in re.findall(r"%([\w.-]+) = \w+\[([\d,]*)\]", text)}
     products = re.findall(r"%([\w.-]+) = \S+ (?:dot|custom-call)\(([^)]*)\)", text)
@@ -171,7 +171,7 @@ def test_no_product_runs_over_the_experts(experts):
 
 
 def test_operations_do_not_grow_with_the_experts():
-    """One turn of the loop is one tile; what is left to grow is counting tokens per expert."""
+    """One iteration is one tile; besides that only the counting of tokens per expert grows."""
     few, many = (program_for(experts).cost_analysis()["flops"] for experts in (16, 64))
     tile = 8 * 3 * 2 * 512 * 256
     assert few == pytest.approx(tile, rel=0.02)
@@ -193,7 +193,7 @@ def test_a_tile_is_a_power_of_two_near_the_tokens_of_an_expert(tokens, experts, 
 
 
 def test_the_parts_of_all_devices_add_up_to_the_whole():
-    """Two devices, two and three of the five experts."""
+    """Two devices with two and three of the five experts."""
     ids = np.array([[0, 3, 4], [4, 1, 0], [2, 3, 1], [0, 1, 2], [4, 3, 2], [1, 4, 0]], np.int32)
     x, share = states(), shares(ids)
     first = routed()(x, ids, share, *(part[:2] for part in weights()))

@@ -1,59 +1,35 @@
-import json
-
 import pytest
 
 from dcpjax.api.sampling_params import SamplingParams
-from dcpjax.jobs.lines import Line
 from dcpjax.openai.request import (
-    IGNORED,
-    KINDS,
-    NEUTRAL,
+    IGNORED_OPTIONS,
+    KIND_OF_URL,
     OPTIONS,
-    SAMPLING,
-    BatchRequest,
-    RecordError,
-    parse_record,
-    read_custom_id,
-    read_request,
+    SAMPLING_OPTIONS,
+    UNSUPPORTED_OPTIONS,
+    BodyError,
+    RequestBody,
+    read_body,
 )
 from dcpjax.openai.response_format import BODY_OPTIONS
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def line_of(text: str | bytes, number: int = 1) -> Line:
-    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
-    return Line(number=number, data=data, size=len(data), fingerprint=f"{number:016x}")
+def chat(**options) -> RequestBody:
+    return read_body("chat", {"model": "m", "messages": MESSAGES, **options}, place="in a batch")
 
 
-def read(record, *, number: int = 1, defaults=None, seed: int = 0) -> BatchRequest:
-    return read_line(line_of(json.dumps(record), number), defaults=defaults, seed=seed)
+def completion(**options) -> RequestBody:
+    return read_body("completion", {"model": "m", "prompt": "hi", **options}, place="in a batch")
 
 
-def read_line(line: Line, *, defaults=None, seed: int = 0) -> BatchRequest:
-    record = parse_record(line, max_line_bytes=10_000)
-    return read_request(record, line, custom_id=read_custom_id(record), defaults=defaults or {}, seed=seed)
-
-
-def chat(**options) -> BatchRequest:
-    url, body = "/v1/chat/completions", {"model": "m", "messages": MESSAGES, **options}
-    return read({"custom_id": "c", "method": "POST", "url": url, "body": body})
-
-
-def completion(**options) -> BatchRequest:
-    url, body = "/v1/completions", {"model": "m", "prompt": "hi", **options}
-    return read({"custom_id": "c", "method": "POST", "url": url, "body": body})
-
-
-def test_both_urls_and_both_plain_forms_are_read():
+def test_a_chat_has_messages_and_a_completion_has_a_prompt():
     assert (chat().kind, chat().messages, chat().prompt) == ("chat", MESSAGES, None)
     assert (completion().kind, completion().messages, completion().prompt) == ("completion", None, "hi")
-    plain = read({"prompt": "hi", "id": 7, "max_tokens": 3, "top_k": 2})
-    assert (plain.kind, plain.custom_id, plain.sampling.max_tokens, plain.sampling.top_k) == ("completion", "7", 3, 2)
-    assert read({"messages": MESSAGES, "custom_id": "x"}).custom_id == "x"
-    assert read({"prompt": [1, 2]}).prompt == [1, 2]
-    assert read({"prompt": ["one"]}).prompt == "one"
-    assert read({"prompt": [[1, 2]]}).prompt == [1, 2]
+    assert completion(prompt=[1, 2]).prompt == [1, 2]
+    assert completion(prompt=["one"]).prompt == "one"
+    assert completion(prompt=[[1, 2]]).prompt == [1, 2]
 
 
 def test_max_tokens_default_to_sixteen_for_completions_and_the_model_length_for_chats():
@@ -62,12 +38,12 @@ def test_max_tokens_default_to_sixteen_for_completions_and_the_model_length_for_
     assert chat(max_completion_tokens=5).sampling.max_tokens == 5
     assert chat(max_completion_tokens=5, max_tokens=5).sampling.max_tokens == 5
     assert completion(max_tokens=None).sampling.max_tokens == 16
-    assert read({"prompt": "a"}, defaults={"max_tokens": 9}).sampling.max_tokens == 9
+    assert read_body("completion", {"prompt": "a"}, defaults={"max_tokens": 9}).sampling.max_tokens == 9
 
 
-def test_a_line_goes_before_the_defaults():
+def test_a_body_goes_before_the_defaults():
     defaults = {"temperature": 0.5, "top_p": 0.9}
-    sampling = read({"prompt": "a", "temperature": 0}, defaults=defaults).sampling
+    sampling = read_body("completion", {"prompt": "a", "temperature": 0}, defaults=defaults).sampling
     assert (sampling.temperature, sampling.top_p) == (0, 0.9)
 
 
@@ -94,14 +70,14 @@ VALUES = {
 
 
 @pytest.mark.parametrize("make", [chat, completion])
-@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize("name", SAMPLING_OPTIONS)
 def test_every_sampling_option_arrives(make, name):
     value = VALUES[name]
     given = list(value) if isinstance(value, tuple) else value
     assert getattr(make(**{name: given}).sampling, name) == value != getattr(SamplingParams(), name)
 
 
-@pytest.mark.parametrize("name", IGNORED)
+@pytest.mark.parametrize("name", IGNORED_OPTIONS)
 def test_options_about_bookkeeping_are_accepted(name):
     assert chat(**{name: "anything"}) == chat()
 
@@ -113,10 +89,10 @@ def test_a_null_is_as_good_as_nothing(kind):
     assert make(**dict.fromkeys(names)) == make()
 
 
-@pytest.mark.parametrize("name", NEUTRAL)
+@pytest.mark.parametrize("name", UNSUPPORTED_OPTIONS)
 def test_an_option_that_cannot_be_served_is_accepted_where_it_changes_nothing(name):
-    assert completion(**{name: NEUTRAL[name]}) == completion()
-    with pytest.raises(RecordError, match=f"^{name} must be .* in a batch, but is .*; leave it out"):
+    assert completion(**{name: UNSUPPORTED_OPTIONS[name]}) == completion()
+    with pytest.raises(BodyError, match=f"^{name} must be .* in a batch, but is .*; leave it out"):
         completion(**{name: 17})
 
 
@@ -168,62 +144,9 @@ def test_options_of_the_template_and_of_the_queue_arrive():
     assert completion(echo=True).echo
 
 
-def test_random_draws_follow_from_the_line_and_not_from_the_order():
-    seeds = {read({"prompt": "a"}, number=number, seed=seed).sampling.seed for number in (1, 2) for seed in (0, 1)}
-    assert len(seeds) == 4
-    assert read({"prompt": "a"}, number=2).sampling.seed == read({"prompt": "a"}, number=2).sampling.seed
-    assert read({"prompt": "a", "seed": 5}, seed=1).sampling.seed == 5
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[1]", "a line must be a JSON object, but is a list of 1"),
-        ("[]", "a line must be a JSON object, but is an empty list"),
-        ("null", "a line must be a JSON object, but is null"),
-        ('"x"', 'a line must be a JSON object, but is "x"'),
-        ("{", "a line must be a JSON object, but is not: Expecting property name .* at column 2"),
-        ('{"a": "b', "a line must be a JSON object, but is not: Unterminated string starting at column 7"),
-        ('{"a": NaN}', "a line must be JSON, but holds NaN"),
-        ('{"a": -Infinity}', "a line must be JSON, but holds -Infinity"),
-        (f'{{"a": {"9" * 5000}}}', "a line must be JSON that can be read, but is not: .*digits"),
-        (b'{"a": "\xff"}', "a line must be UTF-8, but byte 8 is 0xff"),
-        (b'{"a": "\xed\xa0\x80"}', "a line must be UTF-8, but byte 8 is 0xed"),
-        ("{}", "a line must have prompt or messages, or custom_id, method, url and body, but has neither"),
-        ('{"prompt": "a", "messages": []}', "a line must have prompt or messages, .* but has both"),
-        ('{"text": "a"}', "but has neither \\('text'\\)"),
-        ('{"prompt": "a", "custom_id": [1]}', "custom_id must be a string, but is a list of 1"),
-        ('{"prompt": "a", "custom_id": "\\ud800"}', r"a line must be valid Unicode, but holds .*ud800.*; remove it"),
-        ('{"prompt": "\\uDC00"}', r"a line must be valid Unicode, but holds the lone surrogate '\\udc00'; remove it"),
-        ('{"url": "/v1/completions", "body": {}}', "custom_id must be a string, but is missing"),
-        ('{"custom_id": 1, "body": {}}', "custom_id must be a string, but is 1"),
-        ('{"custom_id": "a", "body": {}}', "url must be one of .*, but is missing; use /v1/chat/completions"),
-        ('{"custom_id": "a", "url": 3, "body": {}}', "url must be one of .*, but is 3; use /v1/"),
-        (
-            '{"custom_id": "a", "url": "/v1/completion", "body": {}}',
-            'url must be one of /v1/chat/completions, /v1/completions, but is "/v1/completion"; use /v1/completions',
-        ),
-        ('{"custom_id": "a", "url": "/v1/completions", "body": [1]}', "body must be an object, but is a list of 1"),
-        ('{"custom_id": "a", "url": "/v1/completions"}', "body must be an object, but is missing"),
-        ('{"custom_id": "a", "method": "GET", "url": "/v1/completions"}', "method must be 'POST', but is \"GET\""),
-        ('{"custom_id": "a", "urll": "b", "body": {}}', "unknown key 'urll'; did you mean url?"),
-    ],
-)
-def test_a_line_that_is_no_request_is_refused_in_one_sentence(text, message):
-    with pytest.raises(ValueError, match=message):
-        read_line(line_of(text))
-
-
-def test_a_line_nested_too_deep_is_refused_and_not_crashed_on():
-    line = line_of('{"a": ' * 100_000)
-    with pytest.raises(RecursionError):
-        parse_record(line, max_line_bytes=10**6)
-
-
-def test_a_line_over_the_cap_is_refused_with_both_numbers():
-    with pytest.raises(RecordError, match=r"at most 1,000 bytes, but holds 1,200") as caught:
-        parse_record(Line(number=1, data=None, size=1200, fingerprint="0" * 16), max_line_bytes=1000)
-    assert caught.value.code == "line_too_long"
+def test_an_unsupported_option_is_refused_in_the_callers_words():
+    with pytest.raises(BodyError, match="stream must be false here, but is true; leave it out"):
+        read_body("completion", {"prompt": "a", "stream": True})
 
 
 MISTAKES = [
@@ -258,7 +181,7 @@ CHAT_MISTAKES = [
     ),
 ]
 COMPLETION_MISTAKES = [
-    ({"prompt": ["a", "b"]}, "prompt must be one prompt, but is a list of 2; give each a line"),
+    ({"prompt": ["a", "b"]}, "prompt must be one prompt, but is a list of 2; give each a request of its own"),
     ({"prompt": [1, "a"]}, "prompt must be a text or a list of token ids, but is a list of 2"),
     ({"prompt": [True]}, "prompt must be a text or a list of token ids, but is a list of 1"),
     ({"prompt": None}, "prompt must be a text or a list of token ids, but is missing"),
@@ -283,4 +206,4 @@ def test_an_option_that_is_wrong_is_refused_with_what_is_right(make, options, me
 
 
 def test_every_url_has_its_options():
-    assert set(KINDS.values()) == set(OPTIONS)
+    assert set(KIND_OF_URL.values()) == set(OPTIONS)

@@ -13,7 +13,8 @@ from dcpjax import LLM, SamplingParams, plan, plots
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.notebook_view import describe
 from dcpjax.plots import LoadPoint
-from dcpjax.plots.canvas import COLOURS, colours, on
+from dcpjax.plots.canvas import COLOURS, colours, text_colour
+from dcpjax.runtime.memory import block_bytes_per_device
 from dcpjax.simulation.result import Percentiles
 from dcpjax.simulation.simulator import simulate
 from dcpjax.simulation.trace import TraceRequest
@@ -92,7 +93,7 @@ def test_duplication_map_shows_what_the_shards_hold(drawn, family, dcp, copies, 
     figure, numbers = plots.duplication_map(llm)
     assert numbers["copies"] == copies
     assert numbers["bytes_stored"] == copies * numbers["bytes_unique"]
-    block = llm.runner.block_bytes_per_device() * llm.runner.sizes.num_blocks
+    block = block_bytes_per_device(llm.runner.model) * llm.runner.sizes.num_blocks
     assert numbers["bytes_per_device"] == dict.fromkeys(range(devices), block)
     assert all(len(where) == copies for where in numbers["holders"].values())
     (axes,) = drawn(figure)
@@ -335,16 +336,20 @@ def test_colours_stay_apart_and_their_text_can_be_read():
     pytest.importorskip("matplotlib")
     assert colours(3) == list(COLOURS[:3])
     assert len(set(colours(40))) == 40
-    assert on("#F0E442") == "black"
-    assert on("#0072B2") == "white"
+    assert text_colour("#F0E442") == "black"
+    assert text_colour("#0072B2") == "white"
 
 
 # What a notebook shows of a model
 
 
+def described(llm: LLM) -> str:
+    return describe(llm.files.path, llm.runner)
+
+
 def test_a_model_describes_its_layout_its_cache_and_its_limits():
     llm = load("llama-linear", 8, 2)
-    told = describe(llm)
+    told = described(llm)
     assert told.startswith('<table class="tex2jax_ignore mathjax_ignore">')
     for cell in (
         "tp=4 x dcp=2 on 8 cpu devices, merged by ag_rs",
@@ -353,12 +358,12 @@ def test_a_model_describes_its_layout_its_cache_and_its_limits():
         "2 at once, 1,024 tokens a step",
     ):
         assert cell in told
-    assert "stored 2x" in describe(load("llama-linear", 8, 1))
-    assert "merged" not in describe(load("llama-linear", 8, 1))
+    assert "stored 2x" in described(load("llama-linear", 8, 1))
+    assert "merged" not in described(load("llama-linear", 8, 1))
 
 
 def test_what_a_model_is_called_cannot_write_html():
     llm = load("llama-linear", 1, 1)
     llm.files = SimpleNamespace(path="<script>alert(1)</script>")
-    assert "<script>" not in describe(llm)
-    assert "&lt;script&gt;" in describe(llm)
+    assert "<script>" not in described(llm)
+    assert "&lt;script&gt;" in described(llm)

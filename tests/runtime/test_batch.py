@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from dcpjax.engine.request import UNKNOWN
 from dcpjax.engine.scheduler import Scheduled
-from dcpjax.runtime.batch import PREFILL_TILE, SHORT_TILE, Shapes, build
+from dcpjax.runtime.batch import PREFILL_TILE, SHORT_TILE, ShapeBuckets, build
 
 
-def built(*step: Scheduled, shapes: Shapes = SHAPES) -> Any:
+def built(*step: Scheduled, shapes: ShapeBuckets = SHAPES) -> Any:
     return build(step, shapes, GEOMETRY)
 
 
@@ -78,7 +78,7 @@ def test_tiles_are_short_in_the_smallest_steps_alone(counts, tile):
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 600))
 def test_every_token_is_in_exactly_one_tile_that_sees_all_its_context(seed, max_rows, max_tokens):
-    shapes = Shapes(max_rows=max_rows, max_tokens=max(max_rows, max_tokens), table_width=64)
+    shapes = ShapeBuckets(max_rows=max_rows, max_tokens=max(max_rows, max_tokens), table_width=64)
     step = steps(seed, shapes)
     batch = built(*step, shapes=shapes)
     total, rows = sum(each.count for each in step), np.asarray(batch.work.rows)
@@ -106,13 +106,13 @@ def test_the_shape_of_a_batch_does_not_depend_on_what_is_chosen_or_scored(seed):
 
 
 def test_shapes_are_few():
-    shapes = Shapes(max_rows=300, max_tokens=2000, table_width=8)
+    shapes = ShapeBuckets(max_rows=300, max_tokens=2000, table_width=8)
     assert sorted({shapes.rows(count) for count in range(1, 301)}) == [1, 8, 16, 32, 64, 128, 256, 300]
     assert sorted({shapes.prompt_rows(count) for count in range(1, 301)}) == [1, 8, 32, 64, 128, 256, 300]
     assert sorted({shapes.tokens(count) for count in range(1, 2001)}) == [32, 64, 128, 256, 512, 1024, 2000]
 
 
 def test_the_block_table_of_a_request_that_fills_it_is_whole():
-    shapes = Shapes(max_rows=4, max_tokens=64, table_width=8)
+    shapes = ShapeBuckets(max_rows=4, max_tokens=64, table_width=8)
     batch = built(entry(1, 127, 1), shapes=shapes)
     assert batch.work.block_table.tolist() == [list(range(40, 48))]

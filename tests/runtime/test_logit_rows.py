@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from dcpjax.engine.scheduler import Scheduled
 from dcpjax.runtime.batch import build
-from dcpjax.runtime.logit_rows import LEAST_SCORED, Choice, Scoring, choosing_rows, scored_tokens
+from dcpjax.runtime.logit_rows import LEAST_SCORED, SampledRows, ScoredTokens, sampled_entries, scored_tokens
 
 VOCAB = 64
 
 
-def choice(*step: Scheduled) -> Choice | None:
-    return Choice.of(step, build(step, SHAPES, GEOMETRY), SHAPES, VOCAB)
+def choice(*step: Scheduled) -> SampledRows | None:
+    return SampledRows.of(step, build(step, SHAPES, GEOMETRY), SHAPES, VOCAB)
 
 
 # --- choosing
@@ -50,7 +50,7 @@ def test_options_of_those_that_do_not_choose_are_not_part_of_the_choice():
 @given(st.integers(0, 2**32 - 1))
 def test_each_choice_follows_from_the_last_token_of_its_request(seed):
     step = steps(seed, SHAPES)
-    batch, found, rows = build(step, SHAPES, GEOMETRY), choice(*step), choosing_rows(step)
+    batch, found, rows = build(step, SHAPES, GEOMETRY), choice(*step), sampled_entries(step)
     assert (found is None) == (not rows)
     if found is not None:
         assert len(found.indices) == len(found.options.seat) == SHAPES.rows(len(rows))
@@ -66,7 +66,7 @@ def test_each_choice_follows_from_the_last_token_of_its_request(seed):
 @given(st.integers(0, 2**32 - 1))
 def test_each_scored_token_follows_the_one_that_is_picked_for_it(seed):
     step = steps(seed, SHAPES)
-    batch, found, scored = build(step, SHAPES, GEOMETRY), Scoring.of(step, VOCAB), scored_tokens(step)
+    batch, found, scored = build(step, SHAPES, GEOMETRY), ScoredTokens.of(step, VOCAB), scored_tokens(step)
     assert (found is None) == (not scored)
     if found is not None:
         count = len(scored)
@@ -104,11 +104,13 @@ def test_a_prompt_scored_in_chunks_is_scored_once():
 
 def test_only_the_first_completion_is_scored():
     follower = entry(1, 0, 4, prompt_logprobs=0)
-    follower.request.leader = entry(0, 0, 4).request
+    follower.request.first_sibling = entry(0, 0, 4).request
     assert positions([follower]) == []
 
 
 def test_one_number_of_alternatives_serves_all_who_want_some():
-    found = Scoring.of([entry(0, 0, 4, prompt_logprobs=0), entry(1, 0, 4), entry(2, 0, 4, prompt_logprobs=3)], VOCAB)
+    found = ScoredTokens.of(
+        [entry(0, 0, 4, prompt_logprobs=0), entry(1, 0, 4), entry(2, 0, 4, prompt_logprobs=3)], VOCAB
+    )
     assert found is not None
     assert found.num_logprobs == 4

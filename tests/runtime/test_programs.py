@@ -18,18 +18,20 @@ from compiled_steps import (
     run,
     scheduled,
 )
+from harness import sample
 
 from dcpjax.engine.scheduler import Scheduled
+from dcpjax.runtime.memory import block_bytes_per_device
 from dcpjax.runtime.programs import padded_pairs
 
 
 @pytest.mark.parametrize("merge", MERGE_COLLECTIVES)
-@pytest.mark.parametrize(("tp", "dcp"), [(2, 2), (1, 8), (2, 4)])
+@pytest.mark.parametrize(("tp", "dcp"), sample([(2, 2), (1, 8), (2, 4)], (2, 4)))
 def test_the_step_holds_exactly_the_designed_collectives(tp: int, dcp: int, merge: str) -> None:
     if merge == "a2a":
         assert 8 // tp % dcp == 0, "this test is of heads that divide; those that do not gather the lse too"
     runner = make_runner(tp, dcp, dcp_comm_backend=merge)
-    layers = runner.config.num_layers
+    layers = runner.model.config.num_layers
     expected = Counter({kind: layers * count for kind, count in MERGE_COLLECTIVES[merge].items()})
     expected["all-reduce"] += 2 * layers  # o_proj and MLP
     expected["all-reduce"] += 1  # rows of the embedding
@@ -41,7 +43,7 @@ def test_the_step_holds_exactly_the_designed_collectives(tp: int, dcp: int, merg
 @pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (2, 2)])
 def test_angles_are_computed_once_for_all_layers(tp: int, dcp: int) -> None:
     runner = make_runner(tp, dcp)
-    assert runner.config.num_layers > 1
+    assert runner.model.config.num_layers > 1
     for step in (scheduled([20, 40]), scheduled([20], count=20)):
         text = compiled(runner, step).as_text()
         assert (text.count("cosine("), text.count("sine(")) == (1, 2)  # one of each
@@ -57,10 +59,10 @@ def test_a_replicated_query_projection_saves_one_collective() -> None:
 
 def test_tensor_parallelism_alone_merges_nothing() -> None:
     runner = make_runner(8, 1)
-    assert collectives(compiled(runner, scheduled([20]))) == {"all-reduce": 2 * runner.config.num_layers + 1}
+    assert collectives(compiled(runner, scheduled([20]))) == {"all-reduce": 2 * runner.model.config.num_layers + 1}
 
 
-@pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (1, 8), (2, 4), (8, 1)])
+@pytest.mark.parametrize(("tp", "dcp"), sample([(1, 1), (1, 8), (2, 4), (8, 1)], (1, 1), (2, 4)))
 def test_no_collective_moves_the_cache_and_every_cache_byte_is_aliased(tp: int, dcp: int) -> None:
     runner = make_runner(tp, dcp)
     per_device = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(runner.cache))
@@ -77,7 +79,7 @@ def test_no_collective_moves_the_cache_and_every_cache_byte_is_aliased(tp: int, 
 
 def test_cache_bytes_per_device_fall_by_dcp_and_copies_rise_by_tp() -> None:
     def block_bytes(tp: int, dcp: int) -> int:
-        return make_runner(tp, dcp).block_bytes_per_device()
+        return block_bytes_per_device(make_runner(tp, dcp).model)
 
     whole = block_bytes(1, 1)
     assert [block_bytes(1, dcp) for dcp in (2, 4, 8)] == [whole // 2, whole // 4, whole // 8]
@@ -88,7 +90,7 @@ def test_cache_bytes_per_device_fall_by_dcp_and_copies_rise_by_tp() -> None:
 def test_the_cache_lies_where_the_rules_say() -> None:
     runner = make_runner(2, 4)
     keys = runner.cache[0].keys
-    assert keys.sharding == runner.place.sharding(None, "kv_context", "kv_heads", None, None)
+    assert keys.sharding == runner.model.place.sharding(None, "kv_context", "kv_heads", None, None)
     blocks, ranks, heads, head_dim, slots = keys.addressable_shards[0].data.shape
     assert (ranks, heads, head_dim, slots) == (1, 1, 8, 4)
     assert blocks == runner.sizes.num_blocks
@@ -98,12 +100,12 @@ def test_other_lengths_of_the_same_shape_compile_nothing() -> None:
     runner = make_runner(1, 8)
     run(runner, scheduled([5, 9, 40]))
     run(runner, scheduled([20], count=20))
-    programs = runner._forward._cache_size()
+    programs = runner.programs.forward._cache_size()
     for lengths in ([1, 2, 3], [60, 1, 17], [33, 32, 31]):
         run(runner, scheduled(lengths))
     for count in (17, 25, 32):
         run(runner, scheduled([count + 9], count=count))
-    assert runner._forward._cache_size() == programs == 2
+    assert runner.programs.forward._cache_size() == programs == 2
 
 
 def test_a_new_step_keeps_the_cache_on_its_devices() -> None:
@@ -112,7 +114,7 @@ def test_a_new_step_keeps_the_cache_on_its_devices() -> None:
     run(runner, scheduled([20]))
     for old, new in zip(before, jax.tree.leaves(runner.cache), strict=True):
         assert old.is_deleted()  # donated
-        assert new.sharding == runner.place.sharding(None, "kv_context", "kv_heads", None, None)
+        assert new.sharding == runner.model.place.sharding(None, "kv_context", "kv_heads", None, None)
 
 
 # --- copying blocks
@@ -132,7 +134,7 @@ def test_a_copied_block_equals_its_source_in_every_layer_and_the_others_stay(tp:
 
 def test_copying_blocks_moves_nothing_between_devices_and_copies_in_place() -> None:
     runner = make_runner(2, 4)
-    program = runner._copy.lower(runner.cache, *padded_pairs([(1, 2)], runner.sizes.num_blocks)).compile()
+    program = runner.programs.copy.lower(runner.cache, *padded_pairs([(1, 2)], runner.sizes.num_blocks)).compile()
     assert instructions(program.as_text()) == []
     per_device = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(runner.cache))
     assert program.memory_analysis().alias_size_in_bytes == per_device
@@ -196,8 +198,8 @@ def test_what_is_chosen_beside_an_unfinished_prompt_is_chosen_as_without_it(tp: 
 
 def test_a_step_in_which_nobody_chooses_ends_after_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(1, 1)
-    for program in ("_pick", "_choose", "_score_prompt"):
-        monkeypatch.setattr(runner, program, None)
+    for program in ("gather", "sample", "score"):
+        monkeypatch.setattr(runner.programs, program, None)
     before = np.array(runner.latest)
     result = run(runner, [silent(entry) for entry in scheduled([9, 9], count=9)])
     assert (result.tokens, result.finite, result.scores) == ([0, 0], [True, True], None)
@@ -210,16 +212,16 @@ def test_a_step_of_many_rows_has_as_many_logits_as_it_chooses_tokens() -> None:
     decode, *chunks = scheduled([20]) + scheduled([9, 9, 9], count=9)[1:]
     for count in range(3):
         run(runner, [decode, *map(silent, chunks[:count])])
-    assert runner._forward._cache_size() == 2
-    assert runner._choose._cache_size() == 1
+    assert runner.programs.forward._cache_size() == 2
+    assert runner.programs.sample._cache_size() == 1
 
 
 def test_how_many_prompt_tokens_are_scored_is_no_part_of_the_forward_program() -> None:
     runner = make_runner(1, 1)
     for params in ({}, {"prompt_logprobs": 0}, {"prompt_logprobs": 3}):
         run(runner, scheduled([20], count=20, **params))
-    assert runner._forward._cache_size() == runner._choose._cache_size() == 1
-    assert runner._score_prompt._cache_size() == 2
+    assert runner.programs.forward._cache_size() == runner.programs.sample._cache_size() == 1
+    assert runner.programs.score._cache_size() == 2
 
 
 def test_prompt_scores_come_from_the_logits_after_the_token_before() -> None:

@@ -15,8 +15,8 @@ from dcpjax import LLM, SamplingParams
 from dcpjax.api.config import EngineConfig
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.runtime import warmup
-from dcpjax.runtime.batch import Shapes, build
-from dcpjax.runtime.logit_rows import Choice
+from dcpjax.runtime.batch import ShapeBuckets, build
+from dcpjax.runtime.logit_rows import SampledRows
 from dcpjax.runtime.warmup import Step, _run, decode_steps, prompt_steps, steps
 
 OPTIONS = {
@@ -32,7 +32,7 @@ GEOMETRY = CacheGeometry(block_size=16)
 
 def soak(llm: LLM, seed: int, count: int = 40) -> list[list[int]]:
     """Greedy requests of random lengths, many of which begin alike, in batches of random sizes."""
-    dice, vocab = random.Random(seed), llm.runner.config.vocab_size
+    dice, vocab = random.Random(seed), llm.runner.model.config.vocab_size
     heads = [[dice.randrange(3, vocab) for _ in range(90)] for _ in range(3)]
     said: list[list[int]] = []
     while count > 0:
@@ -114,14 +114,14 @@ def test_an_unknown_extent_is_refused() -> None:
 # --- which steps
 
 
-def shape(step: Step, shapes: Shapes) -> tuple[int, int, int]:
+def shape(step: Step, shapes: ShapeBuckets) -> tuple[int, int, int]:
     """Tokens, rows and choices of a step's programs."""
     batch = build(step, shapes, GEOMETRY)
-    choice = Choice.of(step, batch, shapes, 64)
+    choice = SampledRows.of(step, batch, shapes, 64)
     return len(batch.tokens), len(batch.seats), len(choice.indices) if choice else 0
 
 
-def programs(step: Step, shapes: Shapes) -> set[tuple[str | int, ...]]:
+def programs(step: Step, shapes: ShapeBuckets) -> set[tuple[str | int, ...]]:
     """What tells them apart; steps of single tokens have forward programs of their own."""
     tokens, rows, choices = shape(step, shapes)
     forward = "forward", len(build(step, shapes, GEOMETRY).work.tiles), tokens, rows
@@ -135,7 +135,7 @@ def programs(step: Step, shapes: Shapes) -> set[tuple[str | int, ...]]:
     st.lists(st.tuples(st.integers(1, 80), st.booleans()), min_size=1, max_size=32),
 )
 def test_every_step_within_the_limits_runs_programs_of_an_example(max_rows, max_tokens, max_model_len, wanted):
-    shapes = Shapes(max_rows=max_rows, max_tokens=max_tokens, table_width=8)
+    shapes = ShapeBuckets(max_rows=max_rows, max_tokens=max_tokens, table_width=8)
     step, left = [], max_tokens
     for number, (count, samples) in enumerate(wanted[:max_rows]):
         count = min(count, left, max_model_len)
@@ -147,7 +147,7 @@ def test_every_step_within_the_limits_runs_programs_of_an_example(max_rows, max_
 
 
 def test_examples_are_few() -> None:
-    shapes = Shapes(max_rows=256, max_tokens=512, table_width=8)
+    shapes = ShapeBuckets(max_rows=256, max_tokens=512, table_width=8)
     decodes, prompts = (
         {shape(step, shapes)[:2] for step in found} for found in (decode_steps(shapes), prompt_steps(shapes, 8192))
     )
@@ -156,7 +156,7 @@ def test_examples_are_few() -> None:
 
 
 def test_no_example_has_more_tokens_than_its_rows_can_hold() -> None:
-    shapes = Shapes(max_rows=8, max_tokens=512, table_width=8)
+    shapes = ShapeBuckets(max_rows=8, max_tokens=512, table_width=8)
     assert max(shape(step, shapes)[0] for step in prompt_steps(shapes, 20)) == 256  # 8 x 20 = 160 tokens at most
     assert (64, 1) not in {shape(step, shapes)[:2] for step in prompt_steps(shapes, 32)}
 

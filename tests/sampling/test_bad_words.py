@@ -1,6 +1,6 @@
 import pytest
 
-from dcpjax.sampling.bad_words import bad_word_ids, completing
+from dcpjax.sampling.bad_words import bad_word_ids, completing_tokens
 
 
 def letters(text: str) -> list[int]:
@@ -47,4 +47,4 @@ def test_a_word_without_tokens_is_refused():
     [([], [9]), ([1], [9, 2]), ([1, 2], [9, 3]), ([2, 1], [9, 2]), ([5, 1, 2], [9, 3]), ([2], [9])],
 )
 def test_a_word_is_completed_by_its_last_token_after_the_others(output, expected):
-    assert list(completing([(9,), (1, 2), (1, 2, 3)], output)) == expected
+    assert list(completing_tokens([(9,), (1, 2), (1, 2, 3)], output)) == expected

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dcpjax.api.bitmask import pack
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.request import Request
-from dcpjax.sampling.processors import NEAR, cut, penalize
+from dcpjax.sampling.processors import CANDIDATES, apply_penalties, apply_truncation
 from dcpjax.sampling.sampler import SamplingBatch, sample
-from dcpjax.sampling.sampler_arrays import Cut
+from dcpjax.sampling.sampler_arrays import Truncation
 
 VOCAB, DRAWS, SEATS = 12, 5000, 8
 LOGITS = np.array([2.1, -0.3, 1.7, 0.4, -4.0, 1.2, 0.9, -1.1, 3.0, 0.1, -0.6, 2.6], np.float32)
@@ -48,7 +47,6 @@ def request(
         max_tokens=100,
         seed=seed,
         end_token_ids=end_token_ids,
-        metrics=RequestMetrics(0.0),
         **default | state,
     )
 
@@ -197,14 +195,16 @@ def test_the_chi_square_notices_a_small_tilt(tilt):
         assert_follows(counts(0, 1)[OPTIONS.index({})], reference(SamplingParams(**tilt)))
 
 
-# --- the cut
+# --- truncation
 
 
 def kept(logits: np.ndarray, **parts: Sequence[float]) -> np.ndarray:
-    """Which tokens [R, V] a cut leaves."""
+    """Which tokens [B, V] truncation keeps."""
     dtypes = {"min_p": np.float32, "top_k": np.int32, "top_p": np.float32}
-    options = Cut(**{name: np.asarray(parts[name], kind) if name in parts else None for name, kind in dtypes.items()})
-    return np.isfinite(jax.jit(cut)(logits, options))
+    options = Truncation(
+        **{name: np.asarray(parts[name], kind) if name in parts else None for name, kind in dtypes.items()}
+    )
+    return np.isfinite(jax.jit(apply_truncation)(logits, options))
 
 
 @given(SEEDS, st.integers(1, 60), st.sampled_from([0.0, 0.5, 4.0]))
@@ -238,8 +238,8 @@ def wide(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(4, 20_000)).astype(np.float32)
 
 
-def test_a_wide_row_is_cut_as_exactly_as_a_narrow_one():
-    logits, sizes = wide(1), [1, NEAR, NEAR + 1, 19_999]
+def test_a_wide_row_is_truncated_as_exactly_as_a_narrow_one():
+    logits, sizes = wide(1), [1, CANDIDATES, CANDIDATES + 1, 19_999]
     found = kept(logits, top_k=sizes)
     np.testing.assert_array_equal(found.sum(1), sizes)
     assert all(logits[row][found[row]].min() > logits[row][~found[row]].max() for row in range(4))
@@ -251,19 +251,19 @@ def test_top_p_of_a_wide_row_keeps_what_the_definition_says():
     ranked = -np.sort(-logits.astype(np.float64), axis=1)
     chances = np.exp(ranked) / np.exp(ranked).sum(1, keepdims=True)
     sizes = (np.cumsum(chances, axis=1) - chances < np.array(shares)[:, None]).sum(1)
-    assert (sizes < NEAR).tolist() == [True, True, False, False]
+    assert (sizes < CANDIDATES).tolist() == [True, True, False, False]
     np.testing.assert_allclose(found.sum(1), sizes, rtol=1e-3)
 
 
-def test_a_cut_does_not_depend_on_what_the_neighbours_need():
+def test_truncation_does_not_depend_on_what_the_neighbours_need():
     logits = wide(3) * np.float32(4.0)
     near = kept(logits, top_p=[0.8, 0.8, 0.8, 0.8])
     far = kept(logits, top_p=[0.8, 0.999999, 0.8, 0.999999])
-    assert near.sum(1).max() < NEAR < far[[1, 3]].sum(1).min()
+    assert near.sum(1).max() < CANDIDATES < far[[1, 3]].sum(1).min()
     np.testing.assert_array_equal(near[[0, 2]], far[[0, 2]])
 
 
-def test_a_cut_of_what_is_left_after_others_takes_only_from_it():
+def test_each_limit_takes_only_from_what_the_limits_before_it_keep():
     logits = np.array([[5.0, 4.0, 3.0, 2.0, 1.0, -np.inf]], np.float32)
     np.testing.assert_array_equal(kept(logits, top_k=[9]), [[True] * 5 + [False]])
     np.testing.assert_array_equal(kept(logits, min_p=[0.1], top_k=[4]), [[True] * 3 + [False] * 3])
@@ -396,7 +396,7 @@ PENALTIES = [{"repetition_penalty": 1.7}, {"frequency_penalty": 0.9}, {"presence
 def test_penalized_logits_are_those_of_the_formula(options):
     params = SamplingParams(**options)
     batch = build([request(params, output_token_ids=OUTPUT)])
-    [found] = jax.jit(penalize)(LOGITS[None], batch.penalties, np.zeros(1, np.int32))
+    [found] = jax.jit(apply_penalties)(LOGITS[None], batch.penalties, np.zeros(1, np.int32))
     np.testing.assert_allclose(found, penalized(params), rtol=0, atol=1e-6)
     assert not np.allclose(found, LOGITS, atol=0.1)
 
@@ -420,7 +420,7 @@ def test_counts_are_kept_from_step_to_step():
         [token] = tokens(LOGITS[None], [mine], rows=4)
         assert [token] == tokens(LOGITS[None], [fresh], rows=4)
         mine.output_token_ids.append(token)
-    assert dict(zip(mine.history.tokens, mine.history.counts, strict=True)) == {
+    assert dict(zip(mine.token_counts.tokens, mine.token_counts.counts, strict=True)) == {
         token: mine.output_token_ids[:-1].count(token) for token in set(mine.output_token_ids[:-1])
     }
 
@@ -575,7 +575,7 @@ def test_rows_past_the_last_request_ask_for_nothing_and_leave_every_seat():
 
 
 def parts(options: SamplingBatch) -> set[str]:
-    named = {"draw", "cut", "bias", "allowed", "penalties", "num_logprobs"}
+    named = {"draw", "truncation", "bias", "allowed", "penalties", "num_logprobs"}
     return {name for name in named if getattr(options, name) is not None}
 
 
@@ -584,7 +584,7 @@ PARTS = [
     (greedy(top_k=5, top_p=0.5, min_p=0.1), set()),
     (SamplingParams(), {"draw"}),
     (SamplingParams(top_k=VOCAB), {"draw"}),
-    (SamplingParams(top_k=3), {"draw", "cut"}),
+    (SamplingParams(top_k=3), {"draw", "truncation"}),
     (greedy(min_tokens=2), set()),
     (greedy(min_tokens=2, stop_token_ids=[3]), {"bias"}),
     (greedy(logit_bias={1: 1}), {"bias"}),
@@ -601,12 +601,12 @@ def test_parts_that_nobody_asks_for_are_absent(params, expected):
     assert parts(build([request(greedy()), request(params)], 4)) == expected
 
 
-def test_a_cut_that_keeps_everything_is_not_in_the_program():
-    assert build([request(SamplingParams(top_p=1 - 1e-9, min_p=1e-50, top_k=VOCAB))]).cut is None
+def test_truncation_that_keeps_everything_is_not_in_the_program():
+    assert build([request(SamplingParams(top_p=1 - 1e-9, min_p=1e-50, top_k=VOCAB))]).truncation is None
 
 
-def test_a_cut_holds_only_what_is_asked_for():
-    found = build([request(SamplingParams(top_p=0.5)), request(greedy(top_k=3))]).cut
+def test_truncation_holds_only_the_limits_in_use():
+    found = build([request(SamplingParams(top_p=0.5)), request(greedy(top_k=3))]).truncation
     assert (found.min_p, found.top_k) == (None, None)
     np.testing.assert_array_equal(found.top_p, np.float32([0.5, 1.0]))
 
@@ -623,7 +623,7 @@ def test_an_all_greedy_program_has_no_sort_and_no_random_numbers():
     assert not any(operation in program for operation in absent)
 
 
-def test_a_program_that_cuts_and_draws_has_random_numbers_and_no_sort():
+def test_a_program_that_truncates_and_draws_has_random_numbers_and_no_sort():
     program = compiled(SamplingParams(top_k=3, top_p=0.5, min_p=0.1))
     assert " xor(" in program
     assert "TopK" in program

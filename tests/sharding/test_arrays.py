@@ -3,10 +3,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from abstract_arrays import abstract_tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpjax.sharding.arrays import ArraySpec, Axis, abstract_tree, dummy, load, zeros
+from dcpjax.sharding.arrays import ArraySpec, Axis, dummy, load, zeros
 from dcpjax.sharding.mesh import Layout, make_mesh
 from dcpjax.sharding.rules import Placement
 
@@ -24,7 +25,7 @@ def place(devices: int, dcp: int) -> Placement:
 
 
 def naive_source(axis: Axis) -> list[int]:
-    """Run by run: its entries, padding up to a multiple, and all of that `repeat` times."""
+    """Group by group: its entries, padding up to a multiple, and all of that `repeat` times."""
     source: list[int] = []
     run = axis.size // axis.groups
     for group in range(axis.groups):
@@ -42,8 +43,8 @@ def test_source_names_the_entry_behind_each_place(axis):
 
 
 @given(AXES)
-def test_an_axis_is_plain_exactly_when_nothing_moves(axis):
-    assert axis.is_plain == (naive_source(axis) == list(range(axis.size)))
+def test_an_axis_has_its_size_and_one_copy_exactly_when_nothing_moves(axis):
+    assert (axis.padded == axis.size and axis.repeat == 1) == (naive_source(axis) == list(range(axis.size)))
 
 
 def test_axis_looks_like_its_drawing():
@@ -98,7 +99,7 @@ LOADS = [
 
 
 class RecordingReader:
-    """A checkpoint's array that notes which slices are asked for."""
+    """A checkpoint's array that records which slices are read."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.values = np.arange(1, np.prod(shape) + 1, dtype=np.float32).reshape(shape)
@@ -110,7 +111,7 @@ class RecordingReader:
 
 
 def padded(values: np.ndarray, axes: tuple[Axis, ...]) -> np.ndarray:
-    """The whole array as it should lie on the mesh."""
+    """The whole array as it should be on the mesh."""
     for dim, axis in enumerate(axes):
         extended = np.concatenate([values, np.zeros_like(values).take([0], dim)], dim)
         values = extended.take(naive_source(axis), dim)  # -1 takes the zeros at the end
@@ -165,12 +166,12 @@ LAYOUTS = [(1, 1), (2, 2), (4, 2), (8, 1), (8, 4), (8, 8)]
 
 
 def query_spec(pool: Placement, init: Any = "normal") -> ArraySpec:
-    """Like a query projection of 8 heads of 3 features: padded in groups, differently on every layout."""
+    """Like a query projection of 8 heads of 3 features, whose groups are padded differently on every layout."""
     return ArraySpec(axes=(Axis(24, "query", groups=pool.tp, multiple=pool.dcp), Axis(5)), dtype="float32", init=init)
 
 
 def entries(array: jax.Array, spec: ArraySpec) -> np.ndarray:
-    """The checkpoint's entries, found again behind padding and copies; padding must be zero, copies equal."""
+    """The checkpoint's entries without padding and copies; asserts that padding is zero and copies are equal."""
     values = np.asarray(array)
     for dim, axis in enumerate(spec.axes):
         source = np.array(naive_source(axis))

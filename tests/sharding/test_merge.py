@@ -20,7 +20,7 @@ joined = jax.jit(merge)
 
 
 def dense(scores: np.ndarray, values: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float64 softmax of scores [N, H, S] over visible keys, on values [S, H, D] -> out [N, H, D], lse [N, H]."""
+    """float64 softmax of scores [T, H, S] over visible keys, on values [S, H, Y] -> out [T, H, Y], lse [T, H]."""
     visible = mask[:, None, :]
     top = np.where(visible, scores, -np.inf).max(-1, initial=-1e300, keepdims=True)
     shares = np.where(visible, np.exp(np.where(visible, scores - top, 0.0)), 0.0)
@@ -37,7 +37,7 @@ def random_case(seed: int, spread: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shards(seed: int, ranks: int) -> np.ndarray:
-    """Masks [ranks, N, S] of disjoint key subsets: some ranks see nothing, and token 0 sees nothing anywhere."""
+    """Masks [ranks, T, S] of disjoint key subsets: some ranks see nothing, and token 0 sees nothing anywhere."""
     random = np.random.default_rng(seed)
     owner = random.choice(random.choice(ranks, size=max(1, ranks - 1), replace=False), size=KEYS)
     seen = random.random((TOKENS, KEYS)) < random.random((TOKENS, 1))
@@ -51,7 +51,7 @@ def partials(scores: np.ndarray, values: np.ndarray, masks: np.ndarray) -> list[
 
 
 def assert_close(found: Partial, expected: tuple[np.ndarray, np.ndarray]) -> None:
-    """An lse is rounded to float32, so the shares that follow from it are uncertain by its spacing."""
+    """An lse is rounded to float32, so the weights computed from it have an error of its spacing."""
     largest = np.abs(expected[1], where=np.isfinite(expected[1]), out=np.zeros_like(expected[1])).max()
     np.testing.assert_allclose(found.out, expected[0], rtol=1e-5, atol=1e-6 + 4 * np.finfo(np.float32).eps * largest)
     np.testing.assert_allclose(found.lse, expected[1], rtol=1e-6, atol=1e-6)
@@ -94,7 +94,7 @@ def test_merging_empty_partials_gives_zero_and_minus_infinity():
 
 
 def test_lse_is_a_natural_logarithm():
-    # two keys of score ln 2 and ln 6 weigh 1 : 3 and sum to 8
+    # keys of scores ln 2 and ln 6 have weights 2 / 8 and 6 / 8
     left = Partial(jnp.full((1, 1, 1), 4.0), jnp.full((1, 1), np.log(2.0), jnp.float32))
     right = Partial(jnp.full((1, 1, 1), 8.0), jnp.full((1, 1), np.log(6.0), jnp.float32))
     merged = merge(left, right)
@@ -121,7 +121,7 @@ def test_the_weight_of_an_empty_partial_is_zero_even_if_all_are_empty():
 
 @cache
 def on_mesh(tp: int, dcp: int, features: int) -> Callable[[jax.Array, jax.Array], dict[str, jax.Array]]:
-    """All three merges of out [tp, dcp, N, H, D] and lse [tp, dcp, N, H], one rank's partial per device."""
+    """All three merges of out [tp, dcp, T, H, Y] and lse [tp, dcp, T, H], one rank's partial per device."""
 
     def body(out: jax.Array, lse: jax.Array) -> dict[str, jax.Array]:
         part = Partial(out[0, 0], lse[0, 0])
@@ -134,7 +134,7 @@ def on_mesh(tp: int, dcp: int, features: int) -> Callable[[jax.Array, jax.Array]
 
 
 def merged_and_expected(tp: int, dcp: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """What each merge gives on a mesh, and the float64 oracle, as [N, tp * F] with zeros where features are padded."""
+    """What each merge gives on a mesh, and the float64 oracle, as [T, tp * features] with zeros in padded features."""
     features = -(-HEADS * HEAD_DIM // dcp) * dcp
     outs, lses, expected = [], [], []
     for group in range(tp):

@@ -11,7 +11,6 @@ from engine_mock import Launch, MockRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpjax.api.outputs import RequestMetrics
 from dcpjax.cli import simulate as simulate_command
 from dcpjax.cli.commands import COMMANDS, Command, main
 from dcpjax.engine.engine import Engine, StepResult
@@ -101,7 +100,7 @@ def direct(requests: Sequence[TraceRequest], simulator: Simulator, users: int | 
     while waiting or engine.has_work:
         for number, one in waiting[:free]:
             tokens = synthesise(one, VOCAB)
-            made = Request(number, tokens, PARAMS, one.output_length, 0, frozenset(), RequestMetrics(0.0))
+            made = Request(number=number, prompt_token_ids=tokens, params=PARAMS, max_tokens=one.output_length)
             engine.add(made)
         waiting, free = waiting[free:], free - min(free, len(waiting))
         free += sum(changed.status is Status.FINISHED for changed in engine.step())
@@ -338,8 +337,10 @@ def test_split_by_position_a_latent_cache_holds_eight_times_the_tokens_and_stays
     text = conclusion([few, tensor, crowd(8, 4), context])
     assert text.startswith("dcp=1 saturates at 12 users: up to ")
     assert "; dcp=8 does not saturate, with up to " in text
-    assert text.endswith(f"; at 12 users {context.throughput / tensor.throughput:.2g} x with dcp=8.")
-    assert not conclusion([few]).endswith("with dcp=8.")
+    assert text.endswith(
+        f"; at 12 users dcp=8 generates {context.throughput / tensor.throughput:.2g} x the tokens/s of dcp=1."
+    )
+    assert not conclusion([few]).endswith("the tokens/s of dcp=1.")
 
 
 def test_prompts_held_back_by_the_steps_limits_are_told():
@@ -358,11 +359,11 @@ def test_prompts_held_back_by_the_steps_limits_are_told():
     [
         ([], {}, "requests must hold at least one request"),
         (alike(1, 512, 1), {"context_length": 1}, "unknown option 'context_length'"),
-        (alike(1), {"concurrency": 4}, "concurrency must go with arrivals=closed, but arrivals is 'trace'"),
-        (alike(1), {"arrivals": "closed"}, "concurrency must be given where arrivals=closed"),
+        (alike(1), {"concurrency": 4}, "concurrency must come with arrivals=closed, but arrivals is 'trace'"),
+        (alike(1), {"arrivals": "closed"}, "concurrency must be given with arrivals=closed"),
         (alike(1), {"arrivals": "none"}, "arrivals must be one of trace, all, closed, but is 'none'"),
         (alike(1), {"speedup": 0}, "speedup must be a positive number, but is 0; use 1"),
-        (alike(1), {"speedup": 2, "arrivals": "all"}, "speedup must be 1 where arrivals=all, but is 2"),
+        (alike(1), {"speedup": 2, "arrivals": "all"}, "speedup must be 1 with arrivals=all, but is 2"),
         (alike(1), {"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1, but is 0"),
         (alike(1), {"enable_prefix_caching": 1}, "enable_prefix_caching must be True or False, but is 1"),
         (alike(1), {"tensor_parallel_size": 6}, "decode_context_parallel_size must suit tensor_parallel_size=6"),
@@ -409,7 +410,7 @@ def test_a_simulation_reads_as_a_few_lines_and_never_as_html_of_the_models_name(
     page = replace(simulation, model="<b>&")._repr_html_()
     assert "&lt;b&gt;&amp;" in page
     assert "<b>" not in page
-    assert "floors, not forecasts" in page
+    assert "lower bounds, not forecasts" in page
 
 
 def test_as_plain_data_it_keeps_every_step_and_every_rate():
@@ -467,7 +468,7 @@ def test_the_command_prints_a_row_for_every_layout_and_number_of_users(capsys, t
     lines = shown.out.splitlines()
     rows = [line.split()[:4] for line in lines if line.strip()[:5] in ("8 x 1", "1 x 8")]
     assert rows == [["8", "x", "1", "2"], ["8", "x", "1", "3"], ["1", "x", "8", "2"], ["1", "x", "8", "3"]]
-    assert "floors, not forecasts" in shown.out.replace("\n", " ")
+    assert "lower bounds, not forecasts" in shown.out.replace("\n", " ")
     assert shown.err == ""
 
 
@@ -486,7 +487,7 @@ def test_the_command_gives_what_python_gives(capsys, trace):
 def test_recorded_arrivals_have_no_users(capsys, trace):
     assert main(["simulate", trace, QWEN, "--scale", "8"]) == 0
     shown = capsys.readouterr().out
-    assert "requests come as recorded" in shown
+    assert "requests arrive as recorded" in shown
     assert to_text([simulate([request(75, 3, 0, n, unit=64) for n in range(1, 7)], QWEN)]) == shown.rstrip("\n")
 
 
@@ -527,7 +528,7 @@ import sys
 from dcpjax.cli import simulate
 from dcpjax.cli.flags import Flags
 try:
-    simulate.run(Flags(words=["trace", "kimi-k2"], given={"concurrency": [0]}))
+    simulate.run(Flags(positionals=["trace", "kimi-k2"], given={"concurrency": [0]}))
 except ValueError as error:
     print(error, sorted({"jax", "numpy", "flax"} & set(sys.modules)))
 """

@@ -1,11 +1,9 @@
 """Paged attention on GPUs: a Pallas kernel for Triton.
 
-A program takes one block of rows and one span of its request's slots, loads some of them at a time and keeps the
+A program takes one block of rows and one span of its request's slots, loads some of them per iteration and keeps the
 running softmax in registers. The slots of a decoding request are cut into spans, so that a few requests fill the
-device (split-K); the partials of the spans are merged afterwards. Where a span ends depends on the width of the
-block table alone: a request's result does not depend on its neighbours.
-
-Knows blocks of rows and one rank's cache; knows nothing about a step's tokens or the other ranks.
+device (split-K); the partials of the spans are merged afterwards. The ends of the spans depend on the width of the
+block table alone, so a request's result does not depend on the other requests.
 """
 
 from collections.abc import Sequence
@@ -16,47 +14,56 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jax.lax import div, rem  # whole and rest of numbers that are never negative: no floor
+from jax.lax import div, rem  # for numbers that are not negative: no code that rounds down
 
 from dcpjax.models.attention.work import Work
-from dcpjax.models.kernels.pallas.blocks import Blocks, Slots, State, empty, finish, fold, multiplied, positions
+from dcpjax.models.kernels.pallas.blocks import (
+    RowBlocks,
+    Slots,
+    SoftmaxState,
+    empty_state,
+    finish,
+    fold,
+    positions,
+    product_dtype,
+)
 from dcpjax.models.kv_cache import Cache, CacheGeometry
 from dcpjax.sharding.merge import Partial, weight
 
-LEAST = 16  # the smallest side of a matrix product in Triton
-SPAN_SLOTS, MAX_SPANS = 1024, 16  # a shorter span is not worth its merge; every span holds a copy of the output
+MIN_SIDE = 16  # the smallest side of a matrix product in Triton
+SPAN_SLOTS, MAX_SPANS = 1024, 16  # a shorter span costs more than it saves; each span stores its own output
 
 
 def suits(cache: Cache, _: Work, geometry: CacheGeometry) -> bool:
-    """Whether slots and features come in multiples of 16: they are loaded in powers of two, none smaller."""
-    return cache.value_dim % LEAST == 0 and geometry.slots % LEAST == 0
+    """Whether slots and features are multiples of 16: they are loaded in powers of two, of at least 16."""
+    return cache.value_dim % MIN_SIDE == 0 and geometry.slots % MIN_SIDE == 0
 
 
 def rows_per_block(rows: int, cache: Cache) -> int:
-    """M: few enough that the running softmax stays in registers."""
-    return min(_longest_side(cache), max(LEAST, pl.next_power_of_2(rows)))
+    """Rows of a block: few enough that the running softmax stays in registers."""
+    return min(_longest_side(cache), max(MIN_SIDE, pl.next_power_of_2(rows)))
 
 
-def slots_per_turn(cache: Cache, geometry: CacheGeometry) -> int:
-    """S: the largest power of two that divides a block, few enough that keys and values stay on chip."""
+def slots_per_iteration(cache: Cache, geometry: CacheGeometry) -> int:
+    """S: the largest power of two that divides a block and lets keys and values stay on the chip."""
     return min(_longest_side(cache), geometry.slots & -geometry.slots)
 
 
 def _longest_side(cache: Cache) -> int:
     """Of a matrix product whose operands ptxas fits into the registers of sm_80 and sm_90a.
 
-    float32 does not go through the matrix units and needs more of them.
+    float32 does not use the matrix units and needs more registers.
     """
-    side, features = (64, 256) if multiplied(cache) == jnp.bfloat16 else (32, 64)
+    side, features = (64, 256) if product_dtype(cache) == jnp.bfloat16 else (32, 64)
     return side if cache.value_dim <= features else side // 2
 
 
 def attend(
-    blocks: Blocks, cache: Cache, table: jax.Array, geometry: CacheGeometry, rank: jax.Array, interpret: bool
+    blocks: RowBlocks, cache: Cache, table: jax.Array, geometry: CacheGeometry, rank: jax.Array, interpret: bool
 ) -> Partial:
-    """Blocks of T tiles -> out [T, J, M, Y], lse [T, J, M]."""
+    """The blocks of I tiles -> out [I, blocks, rows, Y], lse [I, blocks, rows]."""
     tiles, heads, rows, head_dim = blocks.queries.shape
-    slots, per_head = slots_per_turn(cache, geometry), blocks.per_head
+    slots, per_head = slots_per_iteration(cache, geometry), blocks.per_head
     span, spans = _spans(blocks.tokens.shape[1], table.shape[1] * geometry.slots, slots)
     leaves, whole, sizes = jax.tree.leaves(cache), pl.BlockSpec(), (cache.value_dim, 1)
     out, lse = pl.pallas_call(
@@ -76,14 +83,14 @@ def attend(
         compiler_params=triton.CompilerParams(num_warps=4 if rows * head_dim <= 8192 else 8, num_stages=2),
         interpret=interpret,
         name="paged_attention",
-    )(rank[None], blocks.rows, blocks.turns, table, blocks.limits, blocks.queries, *leaves)
+    )(rank[None], blocks.table_rows, blocks.iterations, table, blocks.limits, blocks.queries, *leaves)
     return _merge_spans(out, lse)
 
 
 def _kernel(
     rank: Any,
-    rows: Any,
-    turns: Any,
+    table_rows: Any,
+    iterations: Any,
     table: Any,
     limits: Any,
     q: Any,
@@ -93,36 +100,39 @@ def _kernel(
     span: int,
     per_head: int,
 ) -> None:
-    """One span of one block of rows. `refs`: keys and values, or latents; out and lse."""
+    """One span of one block. `refs`: keys and values, or latents; then out and lse."""
     *stored, out, lse = refs
     tile, head, part = (pl.program_id(axis) for axis in range(3))
     queries, pieces = tuple(q[:, piece] for piece in _pieces(q.shape[1])), _pieces(out.shape[1])
 
-    def turn(number: jax.Array, state: State) -> State:
+    def iterate(number: jax.Array, state: SoftmaxState) -> SoftmaxState:
         index, slot = div(number * slots, geometry.slots), rem(number * slots, geometry.slots)
-        block = jnp.maximum(table[rows[tile], index], 0)
+        block = jnp.maximum(table[table_rows[tile], index], 0)
         keys, values = _load(stored, block, div(head, per_head), pl.ds(slot, slots))
-        where = positions(index, slot, slots, geometry, rank[0])
-        return fold(state, queries, Slots(keys, values, 2 - len(stored), *where), limits[...])
+        slot_positions = positions(index, slot, slots, geometry, rank[0])
+        return fold(state, queries, Slots(keys, values, 2 - len(stored), *slot_positions), limits[...])
 
-    stop = jnp.minimum((part + 1) * span, turns[tile])
-    none = empty(q.shape[0], *(piece.stop - piece.start for piece in pieces))
-    outs, lse[...] = finish(jax.lax.fori_loop(part * span, stop, turn, none))
+    stop = jnp.minimum((part + 1) * span, iterations[tile])
+    empty = empty_state(q.shape[0], *(piece.stop - piece.start for piece in pieces))
+    outs, lse[...] = finish(jax.lax.fori_loop(part * span, stop, iterate, empty))
     for piece, values in zip(pieces, outs, strict=True):
         out[:, piece] = values
 
 
-def _spans(queries: int, slots: int, slots_per_turn: int) -> tuple[int, int]:
-    """Turns of one span, and how many spans cover the table: one for prompts, whose tiles fill the device."""
-    turns = slots // slots_per_turn
+def _spans(queries: int, slots: int, slots_per_iteration: int) -> tuple[int, int]:
+    """Iterations of one span, and the number of spans of a whole row of the table.
+
+    Prompts have one span, because their tiles fill the device.
+    """
+    iterations = slots // slots_per_iteration
     if queries > 1:
-        return turns, 1
-    span = max(SPAN_SLOTS // slots_per_turn, pl.cdiv(turns, MAX_SPANS))
-    return span, pl.cdiv(turns, span)
+        return iterations, 1
+    span = max(SPAN_SLOTS // slots_per_iteration, pl.cdiv(iterations, MAX_SPANS))
+    return span, pl.cdiv(iterations, span)
 
 
 def _pieces(features: int) -> list[slice]:
-    """Features as powers of two, the largest first: 576 is 512 + 64."""
+    """Slices whose sizes are powers of two, the largest first: 576 is 512 + 64."""
     pieces, start = [], 0
     while start < features:
         stop = start + (1 << (features - start).bit_length() - 1)
@@ -132,7 +142,7 @@ def _pieces(features: int) -> list[slice]:
 
 
 def _load(stored: Sequence[Any], block: jax.Array, head: jax.Array, slots: Any) -> Any:
-    """Keys and values of some slots of a block, in pieces."""
+    """Keys and values of some slots of a block, features in pieces."""
     if len(stored) == 1:
         (latents,) = stored
         loaded = tuple(latents[block, 0, slots, piece] for piece in _pieces(latents.shape[3]))
@@ -145,6 +155,6 @@ def _load(stored: Sequence[Any], block: jax.Array, head: jax.Array, slots: Any) 
 
 
 def _merge_spans(out: jax.Array, lse: jax.Array) -> Partial:
-    """out [Z, T, J, M, Y], lse [Z, T, J, M, 1] -> without Z."""
+    """out [spans, I, blocks, rows, Y], lse [spans, I, blocks, rows, 1] -> the same without spans."""
     total = jax.nn.logsumexp(lse, axis=0)
     return Partial(jnp.sum(out * weight(lse, total[None]), axis=0), total[..., 0])

@@ -1,9 +1,7 @@
-"""`paged_partial` as a kernel for GPUs and TPUs, with the same contract and the XLA loop as its reference.
+"""`paged_partial` as a kernel for GPUs and TPUs, with the same arguments and results; the XLA loop is its reference.
 
-Products are formed in the dtype of the cache and summed in float32, so that a bfloat16 cache reaches the matrix
-units; the loop raises it to float32 instead. The softmax is float32 in both.
-
-Knows a step's tokens and tiles; knows nothing about grids or memories.
+Operands of products have the dtype of the cache, so that a bfloat16 cache uses the matrix units, and sums are float32.
+The loop converts the cache to float32 instead. The softmax is float32 in both.
 """
 
 import jax
@@ -19,7 +17,7 @@ KERNELS = {"gpu": gpu, "tpu": tpu}
 
 
 def suits(cache: Cache, work: Work, geometry: CacheGeometry, platform: str) -> bool:
-    """Whether there is a kernel for this platform and it takes arrays of these shapes."""
+    """Whether there is a kernel for this platform and it accepts arrays of these shapes."""
     return platform in KERNELS and KERNELS[platform].suits(cache, work, geometry)
 
 
@@ -33,9 +31,9 @@ def paged_partial_kernel(
     platform: str,
     interpret: bool = False,
 ) -> Partial:
-    """Attention of a step's tokens over the slots of this rank, where `suits` allows it.
+    """Attention of a step's tokens over the slots of this rank, for arrays that `suits` accepts.
 
-    Per device: q [N, H, D] (scaled) and a cache of values of Y dimensions -> out [N, H, Y], lse [N, H].
+    Per device: q [T, H, D] (scaled) and a cache of values of Y dimensions -> out [T, H, Y], lse [T, H].
     `interpret` runs the kernel as plain XLA operations, on any device.
     """
     kernel, (tokens, heads, _) = KERNELS[platform], q.shape
@@ -43,7 +41,7 @@ def paged_partial_kernel(
     lse = jnp.full((tokens, heads), -jnp.inf, jnp.float32)
     for tiles in work.tiles:
         rows = kernel.rows_per_block(tiles.size * heads // cache.kv_heads, cache)
-        blocks = split(q, cache, work, tiles, geometry, rows, kernel.slots_per_turn(cache, geometry))
+        blocks = split(q, cache, work, tiles, geometry, rows, kernel.slots_per_iteration(cache, geometry))
         part = kernel.attend(blocks, cache, work.block_table, geometry, rank, interpret)
         out = scatter(out, part.out, blocks.tokens, cache.kv_heads)
         lse = scatter(lse[..., None], part.lse[..., None], blocks.tokens, cache.kv_heads)[..., 0]

@@ -26,7 +26,7 @@ from dcpjax.models.attention.work import (
     Work,
 )
 from dcpjax.models.kv_cache import CacheGeometry, LayerCache
-from dcpjax.runtime.batch import Shapes, build
+from dcpjax.runtime.batch import ShapeBuckets, build
 from dcpjax.sharding.merge import Partial, merge
 
 POISONS = (np.nan, np.inf, 1e30, -1e30)
@@ -135,14 +135,14 @@ ROWS, TOKENS = 4, 16  # of a step; a step of decodes alone has as many tokens as
 
 @dataclass(frozen=True)
 class Paging:
-    """A geometry and a context that is long enough to need several chunks."""
+    """A geometry and a context long enough for several chunks."""
 
     geometry: CacheGeometry
     context: int
 
     @property
     def table_width(self) -> int:
-        """Whole chunks, as the real table is."""
+        """A multiple of a chunk's blocks, as in the real table."""
         chunk_blocks = self.geometry.chunk_blocks
         return -(-self.geometry.blocks(self.context) // chunk_blocks) * chunk_blocks
 
@@ -195,7 +195,7 @@ class Step:
         return np.concatenate([used, noise[len(used) :]])
 
     def expected(self, of_rank: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """The oracle over those positions that `of_rank` selects."""
+        """The oracle over the positions that `of_rank` selects."""
         parts = []
         for (start, count), q, k, v in zip(self.spans, self.queries, self.keys, self.values, strict=True):
             keys, queries = np.arange(start + count), np.arange(start, start + count)
@@ -220,12 +220,12 @@ def work(step: Step, where: Paging, max_tokens: int = TOKENS) -> Work:
         Scheduled(request(number, start + count), start, count, table, True)
         for number, ((start, count), table) in enumerate(zip(step.spans, block_tables(step, where), strict=True))
     ]
-    shapes = Shapes(max_rows=ROWS, max_tokens=max_tokens, table_width=where.table_width)
+    shapes = ShapeBuckets(max_rows=ROWS, max_tokens=max_tokens, table_width=where.table_width)
     return build(scheduled, shapes, where.geometry).work
 
 
 def paged(step: Step, where: Paging, rank: int, unused: float, dtype: type = np.float32) -> LayerCache:
-    """One rank's cache: the requests' keys and values where the formula puts them, `unused` everywhere else."""
+    """One rank's cache: the requests' keys and values in the slots of `locate`, `unused` in all others."""
     g = where.geometry
     keys = np.full((pool_size(where), 1, KV_HEADS, HEAD_DIM, g.slots), unused, dtype)
     values = np.full((pool_size(where), 1, KV_HEADS, g.slots, HEAD_DIM), unused, dtype)
@@ -257,7 +257,7 @@ def run(step: Step, where: Paging, rank: int, unused: float = np.nan, function=p
 
 
 def steps(context: int) -> dict[str, Step]:
-    """Windows of every kind. The last two are ragged: tiles of 16 tokens that overhang their request."""
+    """Steps of every kind. In the last two, tiles of 16 tokens reach past the end of their request."""
     return {
         "decode": Step([(context - 1, 1), (0, 1), (context // 2, 1)]),
         "verify": Step([(context - 2, 2), (3, 3), (context // 2, 4), (17, 5)]),
@@ -375,7 +375,7 @@ def test_write_fills_the_slots_that_the_rank_owns_and_no_other(where, dtype):
 
 
 def new_values(step: Step, tokens: int) -> tuple[np.ndarray, ...]:
-    """The step's own keys and values [N, K, D], NaN where the step is padded."""
+    """The step's own keys and values [T, K, D], NaN where the step is padded."""
     made = []
     for arrays in (step.keys, step.values):
         new = np.concatenate([x[start:] for (start, _), x in zip(step.spans, arrays, strict=True)])
@@ -384,7 +384,7 @@ def new_values(step: Step, tokens: int) -> tuple[np.ndarray, ...]:
 
 
 def erase(layer: LayerCache, step: Step, where: Paging, rank: int, value: float) -> LayerCache:
-    """The cache as it was before the step: its own tokens not written yet."""
+    """The cache before the step, without the step's own tokens."""
     past = Step([(0, start) for start, _ in step.spans])
     for mine, theirs in ((past.keys, step.keys), (past.values, step.values)):
         mine[:] = [x[:start] for (start, _), x in zip(step.spans, theirs, strict=True)]

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from abstract_arrays import abstract_tree
 from compiled_steps import compiled, instructions, scheduled
-from harness import GOLDENS, Stepper, Trace, golden, golden_runner
+from harness import GOLDENS, Stepper, Trace, golden, golden_runner, sample, swept
 from hypothesis import example, given
 from hypothesis import strategies as st
 from traced import config_of, flops
@@ -26,7 +27,13 @@ from dcpjax.models.attention import up_projected
 from dcpjax.models.attention.paged import (
     paged_partial_gathered,
 )
-from dcpjax.models.attention.up_projected import NEVER, UpProjection, fewest_queries, prompt_partial, up_projects
+from dcpjax.models.attention.up_projected import (
+    NEVER,
+    UpProjection,
+    prompt_partial,
+    up_projection_threshold,
+    uses_up_projection,
+)
 from dcpjax.models.attention.work import (
     Runtime,
     Work,
@@ -34,9 +41,8 @@ from dcpjax.models.attention.work import (
 from dcpjax.models.config import MLAConfig, from_hf
 from dcpjax.models.kernels.cpu.attention_calls import prompt_partial_on_cpu, suits_prompts
 from dcpjax.models.kv_cache import CacheGeometry, LatentCache, encode
-from dcpjax.runtime.batch import PREFILL_TILE, SHORT_TILE, Batch, Shapes, build
-from dcpjax.runtime.runner import Runner
-from dcpjax.sharding.arrays import is_spec
+from dcpjax.runtime.batch import PREFILL_TILE, SHORT_TILE, Batch, ShapeBuckets, build
+from dcpjax.runtime.runner import Runner, load_runner
 from dcpjax.sharding.merge import Partial
 from dcpjax.sharding.mesh import Layout, make_mesh
 from dcpjax.sharding.rules import Placement
@@ -48,7 +54,7 @@ TOLERANCE = 2e-5
 def several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models have short tiles, which should still be several pieces."""
     monkeypatch.setattr(up_projected, "PIECE", 16)
-    monkeypatch.setattr(up_projected, "SHORT_PIECE", 4)
+    monkeypatch.setattr(up_projected, "ABSORBED_PIECE", 4)
 
 
 # --- the choice
@@ -69,7 +75,7 @@ def test_a_tile_is_up_projected_from_where_that_takes_fewer_operations(sizes):
         made, scores, values = sizes.latent_rank * (sizes.nope_dim + sizes.value_dim), sizes.qk_dim, sizes.value_dim
         return made + queries * (scores + values) < queries * 2 * sizes.cached_dim
 
-    fewest = fewest_queries(sizes)
+    fewest = up_projection_threshold(sizes)
     assert gains(fewest) or fewest == NEVER
     assert not gains(fewest - 1)
 
@@ -79,11 +85,11 @@ def test_published_models_gain_from_158_tokens_on(name, fewest):
     """512 * (128 + 128) to make keys and values, 576 + 576 - 192 - 128 saved by each query: 157.5."""
     sizes = from_hf(PRESETS[name]).mla
     assert sizes is not None
-    assert fewest_queries(sizes) == fewest
+    assert up_projection_threshold(sizes) == fewest
 
 
 def test_a_prompt_attends_as_one_where_a_step_is_long_enough_to_gain():
-    plain = Shapes(max_rows=4, max_tokens=2000, table_width=64)
+    plain = ShapeBuckets(max_rows=4, max_tokens=2000, table_width=64)
     whole = replace(plain, whole_prompts_from=158)
     sizes = (8, 32, 64, 128, 157, 158, 256, 2000)
     assert [plain.prefill_tile(size) for size in sizes] == [SHORT_TILE, SHORT_TILE, *[PREFILL_TILE] * 6]
@@ -98,11 +104,11 @@ def runner(tp: int, dcp: int, *, tokens: int = 64, **options: Any) -> Runner:
 def test_only_steps_with_large_tiles_are_up_projected_and_no_other_body_is():
     own, sizes = runner(1, 8), from_hf(open_model(GOLDENS / "deepseek-v3").config).mla
     assert sizes is not None
-    assert own.shapes.whole_prompts_from == fewest_queries(sizes) == 17
+    assert own.shapes.whole_prompts_from == up_projection_threshold(sizes) == 17
 
     def chosen(step: list[Any], body: Any = "auto") -> bool:
         work = build(step, own.shapes, own.geometry).work
-        return up_projects(work, sizes, replace(own.runtime, attention_body=body))
+        return uses_up_projection(work, sizes, replace(own.model.runtime, attention_body=body))
 
     decodes, short, long = scheduled([20, 40]), scheduled([20], count=20), scheduled([60], count=40)
     assert [chosen(step) for step in (decodes, short, long)] == [False, False, True]
@@ -111,7 +117,7 @@ def test_only_steps_with_large_tiles_are_up_projected_and_no_other_body_is():
 
 def test_models_without_latents_keep_their_tiles():
     config = EngineConfig(dtype="float32", max_num_batched_tokens=256, kv_cache_memory_bytes=2**22)
-    assert Runner(open_model(GOLDENS / "llama3"), config).shapes.prefill_tile(256) == PREFILL_TILE
+    assert load_runner(open_model(GOLDENS / "llama3"), config).shapes.prefill_tile(256) == PREFILL_TILE
 
 
 # --- equal results, one device
@@ -153,13 +159,13 @@ def work_of(spans: Sequence[tuple[int, int]]) -> Work:
         replace(entry, start=start, count=count, block_table=list(range(row * WIDTH, row * WIDTH + WIDTH)))
         for row, (entry, (start, count)) in enumerate(zip(scheduled([sum(span) for span in spans]), spans, strict=True))
     ]
-    shapes = Shapes(max_rows=ROWS, max_tokens=TOKENS, table_width=WIDTH, whole_prompts_from=1)
+    shapes = ShapeBuckets(max_rows=ROWS, max_tokens=TOKENS, table_width=WIDTH, whole_prompts_from=1)
     work = build(step, Fixed(**vars(shapes)), GEOMETRY).work
     assert work.tiles[-1].size == TOKENS
     return work
 
 
-class Fixed(Shapes):
+class Fixed(ShapeBuckets):
     """One shape, so that one program serves all examples."""
 
     def decode_only(self, step: Any) -> bool:
@@ -215,7 +221,7 @@ def test_a_latent_that_is_not_finite_spoils_only_the_queries_that_see_it(sizes, 
     assert np.isfinite(out).all(axis=(1, 2)).tolist() == [token < 9 or token >= count for token in range(TOKENS)]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+@pytest.mark.parametrize("dtype", sample([np.float32, np.uint16], np.uint16))
 def test_threads_change_no_bit_of_a_prompt(dtype):
     random, work = np.random.default_rng(2), work_of([(300, 39), (20, 5), (3, 1)])
     latents = encode(
@@ -254,7 +260,7 @@ def traces(**options: Any) -> list[Trace]:
 def reference() -> list[Trace]:
     """Absorbed, on one device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mla, "up_projects", lambda *_: False)
+        patch.setattr(mla, "uses_up_projection", lambda *_: False)
         return traces(block_size=32)
 
 
@@ -262,11 +268,11 @@ def reference() -> list[Trace]:
     ("tp", "dcp", "options"),
     [
         (1, 1, {}),
-        (2, 4, {"dcp_comm_backend": "ag_rs"}),
+        swept((2, 4, {"dcp_comm_backend": "ag_rs"})),
         (2, 4, {"dcp_comm_backend": "a2a"}),
         (1, 8, {"dcp_comm_backend": "psum"}),
         (4, 2, {"dcp_replicate_q": True, "cp_kv_cache_interleave_size": 4}),
-        (8, 1, {}),
+        swept((8, 1, {})),
     ],
 )
 def test_up_projected_prompts_equal_absorbed_ones_on_every_layout(tp, dcp, options):
@@ -309,7 +315,7 @@ SENT = {  # of the bytes of a result, by each device of n
 def program(merge: str, *, up: bool) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if not up:
-            patch.setattr(mla, "up_projects", lambda *_: False)
+            patch.setattr(mla, "uses_up_projection", lambda *_: False)
         own = runner.__wrapped__(1, 8, dcp_comm_backend=merge)
         return compiled(own, scheduled([60], count=40)).as_text()
 
@@ -325,7 +331,7 @@ def attention_bytes(text: str) -> float:
     )
 
 
-@pytest.mark.parametrize("merge", ["ag_rs", "a2a", "psum"])
+@pytest.mark.parametrize("merge", sample(["ag_rs", "a2a", "psum"], "ag_rs"))
 def test_a_long_chunk_sends_queries_and_results_of_the_heads_own_dimensions(merge):
     """64 tokens and 8 heads: queries of 20 instead of 28 numbers, results of 10 instead of 20, weights of 22 * 20."""
     layers, times = 2, 2 if merge == "psum" else 1
@@ -363,14 +369,11 @@ def traced() -> tuple[Any, Batch]:
     config, layout = config_of("mla"), Layout(tensor_parallel_size=8, decode_context_parallel_size=4)
     place, geometry = Placement(make_mesh(layout)), CacheGeometry(block_size=BLOCK, dcp=4)
 
-    def abstract(specs: Any) -> Any:
-        return jax.tree.map(lambda spec: spec.abstract(place), specs, is_leaf=is_spec)
-
-    shapes = Shapes(max_rows=1, max_tokens=CHUNK, table_width=8, whole_prompts_from=CHUNK)
+    shapes = ShapeBuckets(max_rows=1, max_tokens=CHUNK, table_width=8, whole_prompts_from=CHUNK)
     batch = build(scheduled([3 * CHUNK], count=CHUNK), shapes, geometry)
     forward = bind(decoder.forward, config=config, runtime=Runtime(place=place, geometry=geometry))
-    weights = abstract(decoder.weight_specs(config, layout, "float32"))
-    cache_specs = abstract(decoder.cache_specs(config, layout, 8, geometry.slots, "float32"))
+    weights = abstract_tree(decoder.weight_specs(config, layout, "float32"), place)
+    cache_specs = abstract_tree(decoder.cache_specs(config, layout, 8, geometry.slots, "float32"), place)
     tokens = jax.ShapeDtypeStruct((CHUNK,), np.int32)
     return jax.jit(forward).trace(weights, cache_specs, tokens, batch.work).jaxpr.jaxpr, batch
 
@@ -410,7 +413,7 @@ def test_a_step_multiplies_exactly_what_the_choice_counts_on(monkeypatch):
     up = 2 * (dots(chunk) + CHUNK // up_projected.PIECE * dots(piece))
     assert up == pairs * (made + CHUNK * each)
 
-    monkeypatch.setattr(mla, "up_projects", lambda *_: False)
+    monkeypatch.setattr(mla, "uses_up_projection", lambda *_: False)
     jaxpr, _ = traced()
     _, tile = loops(jaxpr)
     (chunk,) = loops(tile)

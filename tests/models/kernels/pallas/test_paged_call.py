@@ -52,7 +52,7 @@ def spans(where: Paging) -> list[Span]:
 
 
 def drawn(family: str, work: Work, where: Paging) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scaled queries [N, H, D] of the step; keys and values [R, S, K, D] of every position of every row."""
+    """Scaled queries [T, H, D] of the step; keys and values [B, S, K, D] of every position of every row."""
     random, kv_heads = np.random.default_rng(3), KV_HEADS if family == "gqa" else 1
     q = (HEAD_DIM**-0.5 * random.normal(size=(len(work.positions), HEADS, HEAD_DIM))).astype(np.float32)
     size = (ROWS, where.blocks * where.geometry.block_size, kv_heads, HEAD_DIM)
@@ -61,7 +61,7 @@ def drawn(family: str, work: Work, where: Paging) -> tuple[np.ndarray, np.ndarra
 
 
 def stored(family: str, work: Work, where: Paging, rank: int, dtype: Any = np.float32) -> Cache:
-    """One rank's cache: what the step can see where the formula puts it, NaN everywhere else."""
+    """One rank's cache: what the step sees in the slots of `locate`, NaN in all others."""
     geometry, (_, keys, values) = where.geometry, drawn(family, work, where)
     pool = np.full((2, ROWS * where.blocks, geometry.slots, *keys.shape[2:]), np.nan, dtype)
     for row, count in enumerate(live(work)):

@@ -1,4 +1,4 @@
-"""What a batch job has done so far, in numbers. Knows nothing about files, terminals or the engine."""
+"""What a batch job has done so far, in numbers."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -13,10 +13,10 @@ SHOWN_CHARACTERS = 200
 
 
 @dataclass
-class Tally:
-    """Counters of one run. `resumed` and `resumed_errors` are records that earlier runs wrote."""
+class JobStatistics:
+    """Counters of one run. `resumed` and `resumed_errors` count records that earlier runs wrote."""
 
-    total: int | None = None  # lines that want an answer; None while a pipe has not ended
+    total: int | None = None  # lines that are not blank; None while a pipe has not ended
     resumed: int = 0
     resumed_errors: int = 0
     written: int = 0
@@ -42,7 +42,7 @@ class Tally:
 
     @property
     def seconds(self) -> float:
-        """Since the first request could run: loading a model is no part of a job's speed."""
+        """Since the engine was ready: loading a model does not count."""
         return 0.0 if self.started_at is None else max(self.clock() - self.started_at, 1e-9)
 
     @property
@@ -54,13 +54,13 @@ class Tally:
     def start(self) -> None:
         self.state, self.started_at = "running", self.clock()
 
-    def take(self, output: RequestOutput) -> None:
+    def add_tokens(self, output: RequestOutput) -> None:
         """Count the tokens of a request that was run."""
         self.prompt_tokens += len(output.prompt_token_ids)
         self.cached_tokens += output.num_cached_tokens
         self.new_tokens += sum(len(one.token_ids) for one in output.outputs)
 
-    def take_error(self, line: int, message: str) -> None:
+    def add_error(self, line: int, message: str) -> None:
         self.new_errors += 1
         if len(self.first_errors) < SHOWN_ERRORS:
             self.first_errors.append(f"line {line}: {' '.join(message.split())[:SHOWN_CHARACTERS]}")
@@ -69,7 +69,7 @@ class Tally:
         return count / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs: the status file and the logs."""
+        """For the status file and the JSON logs."""
         return {
             "state": self.state,
             "total": self.total,

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpjax.api.bitmask import pack
-from dcpjax.sampling.history import History
+from dcpjax.sampling.token_counts import TokenCounts
 
 TOKENS = st.lists(st.integers(0, 300), max_size=40)
 
@@ -24,19 +24,19 @@ def test_packed_bits_are_the_set_and_no_word_more(tokens):
 
 
 @given(TOKENS, st.lists(TOKENS, max_size=5))
-def test_counts_are_the_same_however_often_the_history_follows(prompt, pieces):
-    history, output = History(prompt), []
+def test_counts_are_the_same_however_often_they_are_updated(prompt, pieces):
+    counts, output = TokenCounts(prompt), []
     for piece in pieces:
         output.extend(piece)
-        history.follow(output)
-        history.follow(output)
-    assert unpacked(history.prompt) == set(prompt)
-    assert list(history.tokens) == list(dict.fromkeys(output))
-    assert list(history.counts) == [output.count(token) for token in history.tokens]
+        counts.update(output)
+        counts.update(output)
+    assert unpacked(counts.prompt_bits) == set(prompt)
+    assert list(counts.tokens) == list(dict.fromkeys(output))
+    assert list(counts.counts) == [output.count(token) for token in counts.tokens]
 
 
-def test_tokens_that_were_followed_cannot_be_taken_back():
-    history = History([1])
-    history.follow([1, 2])
+def test_tokens_that_were_counted_cannot_be_taken_back():
+    counts = TokenCounts([1])
+    counts.update([1, 2])
     with pytest.raises(AssertionError):
-        history.follow([1])
+        counts.update([1])

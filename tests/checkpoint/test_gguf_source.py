@@ -1,66 +1,23 @@
 import struct
 import sys
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf_files import HEADS, HIDDEN, KV_HEADS, embedding, gguf, random, write_gguf
 
-from dcpjax.checkpoint import gguf_file
-from dcpjax.checkpoint.gguf_file import GGUFSource, gguf_config, hf_name, read_header, unpermuted_rows
+from dcpjax.checkpoint import gguf_source
+from dcpjax.checkpoint.gguf_config import gguf_config
+from dcpjax.checkpoint.gguf_header import read_header
+from dcpjax.checkpoint.gguf_source import GGUFSource, hf_name, unpermuted_rows
 
-gguf = pytest.importorskip("gguf")
 Type = gguf.GGMLQuantizationType
 
 QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q8_0"]
 K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 Q_NAME, K_NAME = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
-HEADS, KV_HEADS, HIDDEN = 4, 2, 32
 WHOLE = (slice(None), slice(None))
-
-
-def sizes(family: str = "llama") -> dict[str, Any]:
-    return {
-        f"{family}.block_count": 1,
-        f"{family}.context_length": 64,
-        f"{family}.embedding_length": HIDDEN,
-        f"{family}.feed_forward_length": 48,
-        f"{family}.attention.head_count": HEADS,
-        f"{family}.attention.head_count_kv": KV_HEADS,
-        f"{family}.attention.layer_norm_rms_epsilon": 1e-5,
-    }
-
-
-def add_field(writer: Any, key: str, value: Any) -> None:
-    by_type = {
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        str: writer.add_string,
-        list: writer.add_array,
-    }
-    by_type[type(value)](key, value)
-
-
-def write_gguf(
-    path: Path, tensors: dict[str, Any], family: str = "llama", fields: dict[str, Any] | None = None
-) -> Path:
-    """`tensors`: an array as it is, or (bytes of rows, quantised type)."""
-    writer = gguf.GGUFWriter(path, family)
-    for key, value in (sizes(family) if fields is None else fields).items():
-        add_field(writer, key, value)
-    for name, tensor in tensors.items():
-        data, raw_type = tensor if isinstance(tensor, tuple) else (tensor, None)
-        writer.add_tensor(name, data, raw_dtype=raw_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def random(*shape: int) -> np.ndarray:
-    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
 def random_blocks(rows: int, row_values: int, kind: Any) -> np.ndarray:
@@ -74,10 +31,6 @@ def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
     """What llama.cpp's converter does to q and k: within each head, halves become pairs."""
     halves = weights.reshape(heads, 2, len(weights) // heads // 2, *weights.shape[1:])
     return halves.swapaxes(1, 2).reshape(weights.shape)
-
-
-def embedding(**more: Any) -> dict[str, Any]:
-    return {"token_embd.weight": random(10, HIDDEN), **more}
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
@@ -239,116 +192,6 @@ def test_without_the_gguf_package_the_extra_is_named(tmp_path, monkeypatch):
         GGUFSource(path)
 
 
-def test_config_has_the_form_of_hugging_face(tmp_path):
-    fields = sizes() | {"llama.rope.freq_base": 5e5, "tokenizer.ggml.bos_token_id": 1}
-    config = gguf_config(write_gguf(tmp_path / "m.gguf", embedding(), fields=fields))
-    assert config == {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HIDDEN // HEADS,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": float(np.float32(1e-5)),
-        "rope_theta": 5e5,
-        "rope_scaling": None,
-        "vocab_size": 10,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "bos_token_id": 1,
-    }
-
-
-def config_with(tmp_path: Path, tensors: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-    changed = sizes() | {key.replace("__", "."): value for key, value in fields.items()}
-    return gguf_config(write_gguf(tmp_path / "m.gguf", embedding(**(tensors or {})), fields=changed))
-
-
-def test_key_length_is_the_head_dim(tmp_path):
-    assert config_with(tmp_path, llama__attention__key_length=24)["head_dim"] == 24
-
-
-def test_an_output_tensor_unties_the_embeddings(tmp_path):
-    assert not config_with(tmp_path, {"output.weight": random(10, HIDDEN)})["tie_word_embeddings"]
-
-
-def test_query_biases_are_attention_bias(tmp_path):
-    assert config_with(tmp_path, {"blk.0.attn_q.bias": random(HIDDEN)})["attention_bias"]
-
-
-@pytest.mark.parametrize(("eot", "expected"), [(None, 2), (2, 2), (7, [2, 7])])
-def test_end_of_turn_is_an_end_too(tmp_path, eot, expected):
-    fields: dict[str, Any] = {"tokenizer__ggml__eos_token_id": 2} | (
-        {"tokenizer__ggml__eot_token_id": eot} if eot else {}
-    )
-    assert config_with(tmp_path, **fields)["eos_token_id"] == expected
-
-
-def test_rope_scaling_is_taken_over(tmp_path):
-    scaling: dict[str, Any] = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
-    original: dict[str, Any] = {"llama__rope__scaling__original_context_length": 16}
-    assert config_with(tmp_path, **scaling, **original)["rope_scaling"] == {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-    }
-    scaling["llama__rope__scaling__type"] = "linear"
-    assert config_with(tmp_path, **scaling)["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
-
-
-def test_unknown_rope_scaling_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="must be none, linear or yarn, but is 'spiral'"):
-        config_with(tmp_path, llama__rope__scaling__type="spiral")
-
-
-def test_rope_factors_come_from_their_tensor(tmp_path):
-    factors = np.array([1.0, 1.5, 8.0, 8.0], np.float32)
-    path = write_gguf(tmp_path / "m.gguf", embedding(**{"rope_freqs.weight": factors}))
-    assert gguf_config(path)["rope_scaling"] == {"rope_type": "factors", "factors": [1.0, 1.5, 8.0, 8.0]}
-    assert list(GGUFSource(path).names()) == ["model.embed_tokens.weight"]
-
-
-@pytest.mark.parametrize("key", sorted(sizes().keys() - {"llama.attention.head_count_kv"}))
-def test_a_missing_key_is_named(tmp_path, key):
-    fields = {name: value for name, value in sizes().items() if name != key}
-    path = write_gguf(tmp_path / "m.gguf", embedding(), fields=fields)
-    with pytest.raises(ValueError, match=f"must hold the metadata key {key}"):
-        gguf_config(path)
-
-
-def test_missing_kv_heads_are_the_heads(tmp_path):
-    fields = {name: value for name, value in sizes().items() if not name.endswith("_kv")}
-    path = write_gguf(tmp_path / "m.gguf", embedding(), fields=fields)
-    assert gguf_config(path)["num_key_value_heads"] == HEADS
-
-
-def test_a_missing_embedding_is_named(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", {"output.weight": random(2, 4)})
-    with pytest.raises(ValueError, match=r"must hold the tensor token_embd\.weight"):
-        gguf_config(path)
-
-
-def test_other_architectures_are_refused_by_name(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", embedding(), "mamba")
-    for read in (gguf_config, GGUFSource):
-        with pytest.raises(ValueError, match="must be one of llama, qwen2, qwen3, but is 'mamba'"):
-            read(path)
-
-
-def test_experts_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="must be a dense model"):
-        config_with(tmp_path, llama__expert_count=8)
-
-
-def test_heads_that_differ_by_layer_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"num_key_value_heads of .* must be one number for all layers"):
-        config_with(tmp_path, llama__attention__head_count_kv=[2, 4])
-
-
 def test_every_truncation_is_a_sentence(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": random(1, 4)})
     content, end = path.read_bytes(), read_header(path).tensors["token_embd.weight"].begin + 16
@@ -356,44 +199,6 @@ def test_every_truncation_is_a_sentence(tmp_path):
         path.write_bytes(content[:kept])
         with pytest.raises(ValueError, match=r"m\.gguf must be"):
             GGUFSource(path)
-
-
-@pytest.mark.parametrize("start", [b"GGML" + bytes(40), b"GGUF" + struct.pack(">I", 3), b"GGUF" + struct.pack("<I", 1)])
-def test_other_formats_are_a_sentence(tmp_path, start):
-    path = tmp_path / "m.gguf"
-    path.write_bytes(start + bytes(64))
-    with pytest.raises(ValueError, match=r"m\.gguf must be a whole GGUF file, but is not: it"):
-        read_header(path)
-
-
-def test_header_reads_every_kind_of_value(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_uint8("u8", 200)
-    writer.add_int8("i8", -3)
-    writer.add_int64("i64", -(2**40))
-    writer.add_uint64("u64", 2**63)
-    writer.add_float64("f64", 0.1)
-    writer.add_bool("yes", True)
-    writer.add_string("text", "añ日")
-    writer.add_array("ints", [1, -2, 3])
-    writer.add_array("texts", ["a", "", "Ġb"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    fields = read_header(tmp_path / "m.gguf").fields
-    assert fields == {
-        "general.architecture": "llama",
-        "u8": 200,
-        "i8": -3,
-        "i64": -(2**40),
-        "u64": 2**63,
-        "f64": 0.1,
-        "yes": True,
-        "text": "añ日",
-        "ints": [1, -2, 3],
-        "texts": ["a", "", "Ġb"],
-    }
 
 
 def test_smollm2_reads_as_the_package_reads_it(smollm2_path):
@@ -411,4 +216,4 @@ def test_smollm2_reads_as_the_package_reads_it(smollm2_path):
 
 
 def test_module_imports_without_the_gguf_package():
-    assert not hasattr(gguf_file, "gguf")
+    assert not hasattr(gguf_source, "gguf")

@@ -1,18 +1,15 @@
-"""Which lines of the input already have a record in the output, and whether they are still the same lines.
-
-Eight bytes a line: a job of millions of lines stays small. Knows nothing about JSON or files.
-"""
+"""Which lines of the input already have a record in the output, and whether they are still the same lines."""
 
 from array import array
 
 from dcpjax.jobs.lines import Line, LineReader
-from dcpjax.jobs.record import Stored
+from dcpjax.jobs.record import RecordSummary
 
-_NONE = 0  # as good as never a fingerprint: one in 2**64
+_NONE = 0  # no record; a real fingerprint is 0 with a probability of 2**-64
 
 
-class Answered:
-    """Line number -> fingerprint of the line when it was answered."""
+class AnsweredLines:
+    """Line number -> fingerprint of the line when it was answered. Eight bytes a line."""
 
     def __init__(self) -> None:
         self._fingerprints = array("Q")
@@ -23,7 +20,7 @@ class Answered:
     def last_line(self) -> int:
         return len(self._fingerprints)
 
-    def add(self, record: Stored) -> None:
+    def add(self, record: RecordSummary) -> None:
         """Raises ValueError for a second record of a line."""
         missing = record.line - len(self._fingerprints)
         if missing > 0:
@@ -38,7 +35,7 @@ class Answered:
         self.errors += record.is_error
 
     def has(self, line: Line) -> bool:
-        """Raises ValueError if another line was answered under this number."""
+        """Raises ValueError if a different line was answered under this number."""
         found = self._fingerprints[line.number - 1] if line.number <= self.last_line else _NONE
         if found not in (_NONE, int(line.fingerprint, 16)):
             raise ValueError(
@@ -48,7 +45,7 @@ class Answered:
         return found != _NONE
 
     def check_length(self, lines: int) -> None:
-        """Raises ValueError if the output answers a line that the input lacks."""
+        """Raises ValueError if the output answers a line beyond the input's `lines`."""
         if lines < self.last_line:
             raise ValueError(
                 f"`resume` must be given the input that the output answers, but that had {self.last_line:,} lines "
@@ -56,8 +53,8 @@ class Answered:
             )
 
 
-def survey(lines: LineReader, answered: Answered) -> int:
-    """How many lines want an answer, having checked that those which have one are unchanged."""
+def count_lines(lines: LineReader, answered: AnsweredLines) -> int:
+    """The number of lines that are not blank. Raises ValueError if one that was answered has changed or is gone."""
     count, last = 0, 0
     while (line := lines.read()) is not None:
         last = line.number

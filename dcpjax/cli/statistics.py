@@ -1,0 +1,67 @@
+"""The line of statistics, and how long a call took."""
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dcpjax.cli.flags import Parser
+
+if TYPE_CHECKING:
+    from dcpjax.llm import LLM
+
+
+def add_stats_flag(parser: Parser, text: str) -> None:
+    """`--stats` and `--no-stats`; `text` says when statistics are printed."""
+    parser.add_argument(
+        "--stats",
+        action=argparse.BooleanOptionalAction,
+        help=f"print layout, tokens and speed on standard error {text}",
+    )
+
+
+@dataclass
+class Timing:
+    """Seconds of a call, and how many of them were spent compiling."""
+
+    seconds: float = 0.0
+    compiling: float = 0.0
+
+
+@contextlib.contextmanager
+def timed(llm: "LLM") -> Iterator[Timing]:
+    """Measure a `with` block. The timing is filled in at its end."""
+    timing, started, compiled = Timing(), time.monotonic(), llm.runner.compile_seconds
+    try:
+        yield timing
+    finally:
+        timing.seconds = time.monotonic() - started
+        timing.compiling = llm.runner.compile_seconds - compiled
+
+
+def statistics_line(llm: "LLM", *, prompt_tokens: int, new_tokens: int, timing: Timing) -> str:
+    """Layout, cache, tokens and speed in one line. Time spent compiling is given apart and not part of the speed."""
+    running = timing.seconds - timing.compiling
+    speed = new_tokens / max(running, 1e-9)
+    compiling = f" + {timing.compiling:.1f} s compiling" if timing.compiling >= 0.05 else ""
+    return (
+        f"{describe_layout(llm)} | {prompt_tokens:,} prompt + {new_tokens:,} new tokens in "
+        f"{running:.1f} s{compiling}, {speed:.1f} tokens/s"
+    )
+
+
+def describe_engine(llm: "LLM") -> str:
+    model = llm.runner.model
+    return (
+        f"{describe_layout(llm)}, weights {model.dtype}, cache {model.kv_dtype}, up to {llm.max_model_len:,} tokens "
+        f"a request, on {model.platform}"
+    )
+
+
+def describe_layout(llm: "LLM") -> str:
+    model = llm.runner.model
+    tokens = llm.runner.sizes.num_blocks * model.geometry.block_size
+    copies = model.layout.duplication(model.config.cache_heads)
+    return f"tp={model.layout.tp} x dcp={model.layout.dcp}, cache of {tokens:,} tokens stored {copies}x"
