@@ -22,7 +22,7 @@ def add_flags(parser: Parser) -> None:
 
 def run(flags: Flags) -> int:
     if flags.positionals:
-        raise ValueError(f"env must have no words after it, but has {flags.positionals[0]!r}; remove it")
+        raise ValueError(f"env takes no arguments, but got {flags.positionals[0]!r}; remove it")
     found = environment()
     print(json.dumps(found, ensure_ascii=False) if flags.get("json") else _table(found))
     return 0

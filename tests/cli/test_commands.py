@@ -191,7 +191,7 @@ def test_every_option_is_a_flag_with_help(capsys, kind):
         (["generate", "a", "b", "--model", "m", "--stream"], "--stream must have one prompt and --n 1"),
         (["generate", "--model", "m", "--prompt-file", "/none"], "--prompt-file must be a readable file, but /none"),
         (["chat", "hello", "--model", "m"], "chat must have no prompt among its flags, but has 'hello'"),
-        (["env", "now"], "env must have no words after it, but has 'now'"),
+        (["env", "now"], "env takes no arguments, but got 'now'"),
     ],
 )
 def test_a_mistake_is_one_sentence_in_flags_and_exit_code_2(capsys, arguments, sentence):

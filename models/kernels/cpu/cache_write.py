@@ -101,7 +101,7 @@ def kernel(dtype: np.dtype, parallel: bool, message: np.ndarray) -> Handler:
     """For caches of this dtype: (keys, values, new keys, new values, block, slot) -> (keys, values), in place."""
 
     def handler(frame: Any) -> int:
-        if not is_call(frame):
+        if not is_call(frame, message):
             return NO_ERROR
         inputs, outputs = arguments(frame), results(frame)
         call = WriteCall(

@@ -2,7 +2,7 @@
 
 A work item is one tile, the tokens of one request, and one head. For many tokens, chunks of latents are up-projected
 to that head's keys and values. For few, the queries are absorbed instead and meet the latents themselves, as
-`mla_prefill` says. Items share nothing, so neither threads nor other requests change a bit.
+`attention.up_projected` says. Items share nothing, so neither threads nor other requests change a bit.
 
     latents      of a chunk in float32, [S, C + R]
     transposed   the same as a Matrix [C + R, S], as `fold` takes keys: S / COLUMNS groups of [C + R, COLUMNS]
@@ -225,7 +225,7 @@ def kernel(dtype: np.dtype, parallel: bool, message: np.ndarray) -> Handler:
     rows, limits) -> (out, lse, workspace)."""
 
     def handler(frame: Any) -> int:
-        if not is_call(frame):
+        if not is_call(frame, message):
             return NO_ERROR
         inputs, outputs = arguments(frame), results(frame)
         call = PromptCall(

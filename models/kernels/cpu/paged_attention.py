@@ -486,7 +486,7 @@ def kernel(dtype: np.dtype, matrix_units: bool, parallel: bool, message: np.ndar
     units = True if matrix_units else None
 
     def handler(frame: Any) -> int:
-        if not is_call(frame):
+        if not is_call(frame, message):
             return NO_ERROR
         call = _read_call(frame, units, dtype)
         try:
@@ -505,7 +505,7 @@ def latent_kernel(dtype: np.dtype, parallel: bool, message: np.ndarray) -> Handl
     """The same for latents; `_read_latent_call` lists arguments and results."""
 
     def handler(frame: Any) -> int:
-        if not is_call(frame):
+        if not is_call(frame, message):
             return NO_ERROR
         call = _read_latent_call(frame, dtype)
         try:

@@ -297,7 +297,7 @@ def kernel(dtype: np.dtype, threads: int, parallel: bool, message: np.ndarray) -
     """For weights of this dtype; `read_call` lists arguments and results."""
 
     def handler(frame: Any) -> int:
-        if not is_call(frame):
+        if not is_call(frame, message):
             return NO_ERROR
         call = read_call(frame, dtype)
         try:

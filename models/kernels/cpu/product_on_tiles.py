@@ -262,7 +262,7 @@ def kernel(threads: int, parallel: bool, message: np.ndarray) -> Handler:
     """For bfloat16 weights; `product.read_call` lists arguments and results."""
 
     def handler(frame: Any) -> int:
-        if not is_call(frame):
+        if not is_call(frame, message):
             return NO_ERROR
         call = read_call(frame, uint16)
         try:

@@ -15,6 +15,7 @@ kernel serves every shape. The words that are used, by index:
 
 import ctypes
 from collections.abc import Callable
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -30,6 +31,7 @@ from dcpjax.models.kernels.cpu.support import FFI_VERSION, threads_are_safe
 
 NO_ERROR = 0
 _VERSION_WORD = FFI_VERSION[0] | FFI_VERSION[1] << 32
+_WHICH_KERNEL = 0  # as a metadata's size, which XLA never gives; then word 1 is the answer's address, 2 its bytes
 _HANDLER = types.int64(types.CPointer(types.int64))  # call frame -> address of an error, or NO_ERROR
 _ERROR_SIZE, _INTERNAL = 28, 13  # XLA_FFI_Error_Create_Args_STRUCT_SIZE, XLA_FFI_Error_Code_INTERNAL
 
@@ -89,10 +91,17 @@ def array(buffer: int, dimensions: int, dtype: Any) -> np.ndarray:
 
 
 @compiled
-def is_call(frame: Any) -> bool:
-    """Whether results are wanted. At registration XLA asks for the version instead, which is answered here."""
+def is_call(frame: Any, message: np.ndarray) -> bool:
+    """Whether results are wanted. If not, the question is answered: XLA's at registration, for the interface's version,
+    or `_message_of`'s, for the kernel's message."""
     if frame[1] != 0:
-        words(words(frame[1], 4)[3], 4)[3] = _VERSION_WORD
+        metadata = words(words(frame[1], 4)[3], 4)
+        if metadata[0] == _WHICH_KERNEL:
+            answer = carray(_pointer(metadata[1]), metadata[2], np.uint8)
+            for index in range(min(answer.size, message.size)):
+                answer[index] = message[index]
+        else:
+            metadata[3] = _VERSION_WORD
     return frame[1] == 0
 
 
@@ -118,24 +127,47 @@ def register(name: str, kernel: Callable[[bool, np.ndarray], Handler], threads: 
     """Make a kernel a foreign function of XLA's CPU backend. Returns its full name.
 
     `kernel` takes whether it is parallel and the error's message, and returns the function that XLA calls: frame ->
-    NO_ERROR or an error. Numba keeps the compiled function on disk with all that it calls, so later starts only read
-    it. It finds it by the code and by the values that the function closes over, which must be plain ones. The message
-    is one of them: it names the kernel, its variant and the sources' fingerprint, so none of these can be mistaken.
-
-    Each name is registered once, whichever thread comes first: programs may be traced by several threads at a time.
+    NO_ERROR or an error. Each name is registered once, whichever thread comes first: programs may be traced by several
+    threads at a time.
     """
     parallel = threads > 1
     name = f"{name}_{'parallel' if parallel else 'sequential'}"
     text = f"CPU kernel {name} (sources {fingerprint()}) raised an exception; the process may be out of memory"
+    message = np.frombuffer(text.encode() + b"\0", np.uint8)
     with _registering:
         if name not in _registered:
             if parallel:
-                get_num_threads()  # starts the threads, which Numba does not do for a C callback that it reads from disk
-            function = kernel(parallel, np.frombuffer(text.encode() + b"\0", np.uint8))
-            handler = cfunc(_HANDLER, cache=True, error_model="numpy")(function)
+                get_num_threads()  # starts them, which Numba does not do for a C callback that it reads from disk
+            handler = _kept(kernel(parallel, message), message)
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.c_void_p(handler.address)), platform="cpu")
             _registered[name] = handler  # or its code would be freed
     return name
+
+
+def _kept(function: Handler, message: np.ndarray) -> Any:
+    """A handler as a C callback, which Numba keeps on disk with all that it calls, so that later starts only read it.
+
+    Numba finds it by its code and by the values that it closes over, which must be plain ones. The message is one of
+    them: it names the kernel, its variant and the fingerprint of the sources. But Numba writes its index and the code
+    at two moments and without a lock. Where two processes compile two variants at once, or one is killed, the index can
+    lead to the code of another variant or of older sources. So the code that was read is asked which kernel it is.
+    """
+    handler = cfunc(_HANDLER, cache=True, error_model="numpy")(function)
+    if _message_of(handler, message.size) == message.tobytes():
+        return handler
+    for index in Path(njit(function, cache=True).stats.cache_path).glob("*.nbi"):
+        index.unlink(missing_ok=True)  # the next start compiles again and keeps it
+    return cfunc(_HANDLER, error_model="numpy")(function)
+
+
+def _message_of(handler: Any, size: int) -> bytes:
+    """The first `size` bytes of the message with which a handler was compiled."""
+    answer = np.zeros(size, np.uint8)
+    metadata = np.array([_WHICH_KERNEL, answer.ctypes.data, size, 0], np.int64)
+    extension = np.array([0, 0, 0, metadata.ctypes.data], np.int64)
+    frame = np.array([0, extension.ctypes.data], np.int64)
+    handler.ctypes(frame.ctypes.data_as(handler.ctypes.argtypes[0]))
+    return answer.tobytes()
 
 
 _registered: dict[str, Any] = {}

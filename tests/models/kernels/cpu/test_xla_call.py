@@ -37,7 +37,7 @@ _count_parallel, _count_sequential = both(_count)
 
 def kernel(parallel: bool, message: np.ndarray) -> xla_call.Handler:
     def handler(frame: Any) -> int:
-        if not is_call(frame):
+        if not is_call(frame, message):
             return NO_ERROR
         x, y = array(arguments(frame)[0], 1, float32), array(results(frame)[0], 1, float32)
         try:
@@ -93,7 +93,7 @@ def test_a_kernel_read_from_disk_fails_alike():
 def test_a_kernel_is_registered_once_however_many_threads_ask_for_it():
     def answers(parallel: bool, message: np.ndarray) -> xla_call.Handler:
         def handler(frame: Any) -> int:
-            is_call(frame)
+            is_call(frame, message)
             return NO_ERROR
 
         return handler
