@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import jax
-from flax import struct
 
 from dcpjax.models import gqa, mla, mlp, moe
 from dcpjax.models.attention.work import Runtime, Work
@@ -18,6 +17,7 @@ from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import Cache
 from dcpjax.models.layers import NormedInput, dot, lookup, rms_norm
 from dcpjax.models.rotary import Rotary, shared_rotary
+from dcpjax.sharding import struct
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.mesh import Layout
 from dcpjax.sharding.rules import Placement

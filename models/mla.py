@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from dcpjax.models import layers
 from dcpjax.models.attention.dispatch import attend_on_device
@@ -22,6 +21,7 @@ from dcpjax.models.config import MLAConfig, ModelConfig
 from dcpjax.models.kv_cache import LatentCache
 from dcpjax.models.layers import NormedInput, rms_norm
 from dcpjax.models.rotary import Rotary, rotate, split_pairs
+from dcpjax.sharding import struct
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.merge import gather_over_dcp
 from dcpjax.sharding.mesh import Layout

@@ -1,11 +1,11 @@
 """The dense feed-forward block: SwiGLU (Shazeer 2020), its width F split over all devices."""
 
 import jax
-from flax import struct
 
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kernels.cpu import product_calls
 from dcpjax.models.layers import NormedInput, dot, dots, fused_dots
+from dcpjax.sharding import struct
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.mesh import Layout
 from dcpjax.sharding.rules import Placement

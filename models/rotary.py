@@ -5,10 +5,10 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from dcpjax.models.config import RopeConfig
+from dcpjax.sharding import struct
 from dcpjax.sharding.platform import on_cpu
 
 

@@ -24,7 +24,7 @@ from dcpjax.frontend.intake import Intake
 from dcpjax.sharding.mesh import Layout, check_layout
 
 LISTED = ", ".join(COMMANDS)
-HEAVY = {"jax", "jaxlib", "numpy", "transformers", "tokenizers", "flax"}
+HEAVY = {"jax", "jaxlib", "numpy", "transformers", "tokenizers"}
 
 
 class FakeTokenizer:
