@@ -105,6 +105,7 @@ class ModelConfig:
         return self.moe is not None and layer not in self.moe.dense_layers
 
 
+# by model_type: without experts; with latent attention (MLA), with or without experts
 DENSE = ("llama", "qwen2", "qwen3")
 LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 FAMILIES = (*DENSE, "qwen3_moe", *LATENT)

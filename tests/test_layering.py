@@ -127,7 +127,7 @@ def test_a_file_imports_only_from_folders_below_its_own(module):
         ("dcpjax.models.decoder", "dcpjax.engine.request", False),
         ("dcpjax.sharding.mesh", "dcpjax.models.config", False),
         ("dcpjax.runtime.runner", "dcpjax.engine.result", True),
-        ("dcpjax.engine.engine", "dcpjax.runtime.step_result", False),
+        ("dcpjax.engine.engine", "dcpjax.runtime.read_back", False),
         ("dcpjax.jobs.job", "dcpjax.openai.request", True),
         ("dcpjax.openai.request", "dcpjax.jobs.lines", False),
         ("dcpjax.planning.planner", "dcpjax.openai.request", False),

@@ -24,7 +24,7 @@ from dcpjax.runtime.logit_rows import SampledRows, ScoredTokens
 from dcpjax.runtime.memory import Sizes, resolve_sizes, table_width
 from dcpjax.runtime.model import MeshModel, lay_out
 from dcpjax.runtime.programs import Programs, head_weights, padded_pairs
-from dcpjax.runtime.step_result import step_result
+from dcpjax.runtime.read_back import read_back
 from dcpjax.sampling.sampler import Sampled
 from dcpjax.sampling.scoring import Logprobs
 
@@ -107,7 +107,7 @@ class Runner:
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a step; its results in the order of its entries."""
-        return step_result(launched.step, *jax.device_get(launched.arrays))
+        return read_back(launched.step, *jax.device_get(launched.arrays))
 
     def programs_of(self, step: Sequence[Scheduled]) -> dict[ProgramKey, Callable[[], Any]]:
         """What compiles each program of a step without running it. Later calls of that shape find it compiled."""
