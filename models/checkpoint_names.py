@@ -29,7 +29,7 @@ class HeadRows:
 
 Name = str | Stack | HeadRows
 
-# Constants of the rotary embedding, which older versions of transformers and llama.cpp store and which the config implies.
+# Constants of the rotary embedding, which older versions of transformers and llama.cpp store.
 _CONSTANT = re.compile(r"(.*\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn_rot_embd(\.weight)?)")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dcpjax.checkpoint.hub import read_json
+from dcpjax.checkpoint.plain_file import check_plain_file
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -161,8 +162,7 @@ def _sharded_entries(folder: Path, weight_map: dict[str, str]) -> tuple[dict[str
 
 
 def _file_entries(file: Path) -> dict[str, TensorEntry]:
-    if not file.is_file():
-        raise ValueError(f"{file} must be there, but is missing; fetch it again")
+    check_plain_file(file)
     try:
         # The library checks the header: sizes, overlaps, gaps, and that the file is as long as it says.
         with safe_open(file, framework="numpy"):
