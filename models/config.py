@@ -13,6 +13,7 @@ from dcpjax.models.config_fields import (
     DENSE,
     FAMILIES,
     LATENT,
+    READ,
     check_attention,
     check_quantisation,
     check_unread_fields,
@@ -135,7 +136,7 @@ def _language_model(config: Json) -> ModelConfig:
     check_unread_fields(config, family)
     check_attention(config, family)
     check_quantisation(config)
-    config = {**DEFAULTS[family], **config}
+    config = {**DEFAULTS[family], **{key: value for key, value in config.items() if key in READ[family]}}
     layers = integer(config, "num_hidden_layers", most=MOST_LAYERS)
     latent = _mla(config) if family in LATENT else None
     heads, kv_heads = _heads(config, latent)

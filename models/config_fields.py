@@ -34,10 +34,9 @@ _EVERY = {
     "torch_dtype",
 }
 _GROUPED_QUERIES = {"num_key_value_heads", "head_dim", "attention_bias"}
-_EXPERTS = {"num_experts", "num_local_experts", "moe_intermediate_size", "num_experts_per_tok"}
+_EXPERTS = {"n_routed_experts", "num_experts", "num_local_experts", "moe_intermediate_size", "num_experts_per_tok"}
 _LATENT_QUERIES = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
 _LATENT_EXPERTS = _EXPERTS | {
-    "n_routed_experts",
     "n_shared_experts",
     "first_k_dense_replace",
     "moe_layer_freq",
