@@ -18,6 +18,7 @@ from dcpjax.checkpoint.gguf_header import read_header
 from dcpjax.checkpoint.gguf_tokenizer import gguf_backend, gguf_tokenizer_config
 from dcpjax.checkpoint.hub import read_json
 from dcpjax.checkpoint.messages import check_tools, checked_messages, nested_keys
+from dcpjax.checkpoint.plain_file import MOST_BYTES, check_plain_file, read_text
 
 TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TOKEN_ID = 2**32 - 1
@@ -67,6 +68,7 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> "Tokenizer":
         """tokenizer.json as it stands, the names in tokenizer_config.json, and the chat template."""
         path = folder / "tokenizer.json"
+        check_plain_file(path, MOST_BYTES)
         try:
             backend = Backend.from_file(str(path))
         except Exception as error:  # The library raises the bare Exception.
@@ -202,7 +204,7 @@ def _folder_config(folder: Path) -> dict[str, Any]:
     config = read_json(path) if path.exists() else {}
     config["chat_template"] = _named_templates(config.get("chat_template"))
     if template.exists():
-        config["chat_template"] = template.read_text(encoding="utf-8")
+        config["chat_template"] = read_text(template)
     return config
 
 
