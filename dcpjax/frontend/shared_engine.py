@@ -3,9 +3,9 @@
 It has no thread of its own. Of the callers who wait for tokens one leads: it runs a step for all of them and hands the
 tokens out. The others sleep until that step has ended; then each has tokens, or one of them leads the next step.
 
-What has to happen between two steps is posted: adding a request, aborting one, looking at the engine. It is done at once
-if nobody leads, otherwise by the leader when its step has ended. So nobody waits in order to submit or to abort, and a
-stream may be closed at any moment, even by the garbage collector in the middle of a step.
+What has to happen between two steps is posted: adding a request, aborting one, looking at the engine. It is done at
+once if nobody leads, otherwise by the leader when its step has ended. So nobody waits in order to submit or to abort,
+and a stream may be closed at any moment, even by the garbage collector in the middle of a step.
 """
 
 import threading

@@ -6,8 +6,9 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import pytest
 from engine_mock import MockRunner, alone, check_idle, engine, prompts, request
@@ -15,6 +16,7 @@ from engine_mock import MockRunner, alone, check_idle, engine, prompts, request
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.scheduler import Scheduled
+from dcpjax.engine.stats import EngineStats
 from dcpjax.frontend.completion import RunningPrompt
 from dcpjax.frontend.shared_engine import SharedEngine
 from dcpjax.frontend.submission import Submission
@@ -49,7 +51,7 @@ class Callers:
                 while running.events:
                     event = running.events.popleft()
                     if event.error:
-                        raise Failed(event.error)
+                        raise FailedError(event.error)
                     yield from event.token_ids
         finally:
             self.shared.abort(running.completions)
@@ -60,13 +62,13 @@ class Callers:
         check_idle(self.engine)
 
 
-class Failed(Exception):
+class FailedError(Exception):
     """A result with `finish_reason="error"`."""
 
 
-def in_threads(work: Callable[[int], object], count: int = THREADS) -> list[object]:
-    """What `work` returns or raises in each of so many threads, which begin together."""
-    barrier = threading.Barrier(count)
+def in_threads(work: Callable[[int], object]) -> list[object]:
+    """What `work` returns or raises in each of the threads, which begin together."""
+    barrier = threading.Barrier(THREADS)
 
     def run(number: int) -> object:
         barrier.wait()
@@ -75,8 +77,8 @@ def in_threads(work: Callable[[int], object], count: int = THREADS) -> list[obje
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(run, range(count)))
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(run, range(THREADS)))
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
@@ -139,7 +141,7 @@ def test_a_step_that_fails_on_the_device_reaches_each_of_its_callers_once():
 def test_an_error_in_the_hosts_part_of_a_step_is_raised_to_one_caller_and_the_others_go_on(
     monkeypatch, moment, afterwards
 ):
-    callers, original, calls = Callers(), None, []
+    callers, calls = Callers(), []
     original = getattr(callers.engine, moment)
 
     def breaks(*given):
@@ -187,7 +189,7 @@ def test_an_error_in_one_completions_text_is_its_own(monkeypatch):
         lambda completions: (chosen.extend(c.stream for c in completions), started(completions)),
     )
     results = in_threads(lambda number: list(callers.stream([number, 1], 20)))
-    assert sorted(map(str, results)).count("LookupError: no such token") == 1
+    assert [str(result) for result in results].count("LookupError: no such token") == 1
     assert sum(result == alone([number, 1], 20) for number, result in enumerate(results)) == THREADS - 1
     callers.check_idle()
 
@@ -201,24 +203,29 @@ def as_in_a_terminal() -> Iterator[None]:
 
 @pytest.mark.usefixtures("as_in_a_terminal")
 def test_ctrl_c_ends_the_stream_of_the_main_thread_and_no_other():
-    callers, finished = Callers(num_blocks=400), []
+    callers, results = Callers(num_blocks=400), list[bool]()
 
     def work(number: int) -> None:
-        for prompt in prompts(4, seed=number):
-            finished.append(list(callers.stream(prompt, 25)) == alone(prompt, 25))
+        own = prompts(4, seed=number)
+        results.extend(list(callers.stream(prompt, 25)) == alone(prompt, 25) for prompt in own)
+        if number == 0:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     for _ in range(5):
         threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS - 1)]
         for thread in threads:
             thread.start()
         with pytest.raises(KeyboardInterrupt):
-            for place, _ in enumerate(callers.stream([1, 2, 3], 150)):
-                if place == 10:
-                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            exhaust(callers.stream([1, 2, 3], 40) for _ in count())
         for thread in threads:
             thread.join()
-    assert finished == [True] * 5 * 4 * (THREADS - 1)
+    assert results == [True] * 5 * 4 * (THREADS - 1)
     callers.check_idle()
+
+
+def exhaust(streams: Iterable[Iterable[int]]) -> None:
+    for stream in streams:
+        list(stream)
 
 
 @pytest.mark.usefixtures("as_in_a_terminal")
@@ -274,20 +281,15 @@ def test_a_stream_that_garbage_collection_closes_within_a_step_is_aborted_after_
 
 
 def test_a_look_at_the_engine_waits_for_the_end_of_a_step_and_not_for_the_end_of_a_stream():
-    callers, looks = Callers(), []
-    stream = callers.stream([1, 2, 3], 150)
+    callers, looks = Callers(num_blocks=5000), list[EngineStats]()
+    stream = callers.stream([1, 2, 3], 15_000)
     next(stream)
-
-    def look() -> None:
-        for _ in range(10):
-            looks.append(callers.shared.call(callers.engine.stats))
-
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=lambda: looks.extend(callers.shared.call(callers.engine.stats) for _ in range(10)))
     thread.start()
-    list(stream)
-    thread.join()
-    assert all(stats.num_used_blocks > 0 for stats in looks[:2])
-    assert [stats.steps for stats in looks] == sorted(stats.steps for stats in looks)
+    while thread.is_alive():
+        next(stream)
+    stream.close()
+    assert [look.num_running for look in looks] == [1] * 10
     callers.check_idle()
 
 
