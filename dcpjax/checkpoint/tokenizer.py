@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -57,6 +58,7 @@ class Tokenizer:
         self._config = config
         self._rule = decoding_rule(backend.decoder)
         self._pieces: dict[int, bytes] = {}
+        self._rendering = Lock()  # the renderer sets options of its tokenizer, which fails while another thread uses it
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -178,9 +180,10 @@ class Tokenizer:
     def _render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """The only place where a template runs: transformers' sandbox, which also escapes control tokens."""
         try:
-            return self._chat_renderer.apply_chat_template(
-                messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
-            )
+            with self._rendering:
+                return self._chat_renderer.apply_chat_template(
+                    messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
+                )
         except Exception as error:  # A template is third-party text: it can fail in any way.
             raise ValueError(
                 f"messages must fit the model's chat template, but it refused them: {error}; "

@@ -48,10 +48,10 @@ class RunningPrompt:
             self.record(StreamEvent(self.submission.index, index, "", [], "error", error=message))
 
     def record(self, event: StreamEvent) -> None:
-        self.events.append(event)
         self.output.finished = len(self.output.outputs) == self.submission.params.n and all(
             output.finish_reason for output in self.output.outputs
         )
+        self.events.append(event)  # last: another thread may be waiting for it
 
 
 class Completion:
