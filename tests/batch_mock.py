@@ -40,6 +40,9 @@ class MockEngine:
         keys = self.random.sample(sorted(self.running), min(len(self.running), self.random.randint(0, 3)))
         return [(key, answer(self.running.pop(key).body)) for key in keys]
 
+    def drop_waiting(self) -> list[int]:
+        return []
+
     def abort(self) -> None:
         self.aborted += 1
         self.running.clear()

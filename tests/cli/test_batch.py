@@ -85,7 +85,7 @@ def test_a_signal_lets_running_requests_finish_and_tells_how_to_go_on(tmp_path, 
         assert ended.stderr.splitlines()[-1] == (
             f"dcpjax: stopped. to go on: dcpjax batch --resume in -o out --max-in-flight {WINDOW}"
         )
-        assert "stopping: requests that run may finish; once more to stop at once" in ended.stderr
+        assert "stopping: requests that run may finish within 3 s; once more to stop at once" in ended.stderr
         before, finished = finished, done(tmp_path)
         assert finished[: len(before)] == before
         assert sorted(map(str, finished)) == sorted((tmp_path / "diary").read_text().split())
