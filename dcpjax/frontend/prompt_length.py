@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-PIECE = 1 << 16  # characters that are tokenised at a time: some ten milliseconds, between which Ctrl-C is heard
+PIECE = 1 << 14  # characters that are tokenised at a time: some ten milliseconds
 CUT_TOKENS = 64  # a piece may have so many tokens more than its part of the whole text, because it was cut out
 LIKELY_CHARACTERS = 8  # of a token: a text with fewer is tokenised at once
 
