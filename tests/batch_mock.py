@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from typing import Any
 
 from dcpjax.api.outputs import CompletionOutput, RequestOutput
@@ -82,6 +83,8 @@ class Planned(MockEngine):
     def advance(self) -> list[tuple[int, RequestOutput]]:
         if self.steps == self.plan.get("signal_at_step"):
             os.kill(os.getpid(), self.plan["signal"])
+            if self.plan.get("compiles"):
+                threading.Event().wait()  # as in a compilation: only the end of the process ends this
         if self.steps == self.plan.get("again_at_step"):
             os.kill(os.getpid(), self.plan["signal"])
             signal.pause()  # only the end of the process ends this
