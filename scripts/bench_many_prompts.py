@@ -3,8 +3,8 @@
     python scripts/bench_many_prompts.py --prompts 1000 10000 100000 --completions 1000 4000 16000
 
 Each row is one call: `generate`, or with "aborted" a stream that is closed at its first event. The mock device answers
-at once, so all of the time is the host's; it is that of the processor, which other programs do not lengthen. The last column is the time per prompt or completion relative to the first
-row of its kind: it stays near 1 where the time is linear.
+at once, so all of the time is the host's; it is processor time, which other programs hardly change. The last column is
+the time per prompt or completion relative to the first row of its kind: it stays near 1 where the time is linear.
 """
 
 import argparse
@@ -85,9 +85,7 @@ def instant_llm(device: Callable[[int, int], Any] = InstantDevice) -> Iterator[L
     limits = StepLimits(max_num_seqs=SEATS, max_num_batched_tokens=SEATS * CONTEXT)
     runner.sizes = SimpleNamespace(num_blocks=2 * SEATS, max_model_len=CONTEXT, limits=limits)
     runner.model = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB))
-    files = ModelFiles(
-        path=Path("mock"), config={}, generation_config={}, tensors=_no_tensors, tokenizer=lambda: None
-    )
+    files = ModelFiles(path=Path("mock"), config={}, generation_config={}, tensors=_no_tensors, tokenizer=lambda: None)
     mocks: dict[str, Any] = {
         "open_model": lambda model: files,
         "load_runner": lambda *arguments, **options: runner,

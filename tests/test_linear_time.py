@@ -11,8 +11,8 @@ from dcpjax import LLM
 from dcpjax.engine.request import Request
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-from bench_host import InstantDevice  # noqa: E402
-from bench_many_prompts import (  # noqa: E402
+from bench_host import InstantDevice
+from bench_many_prompts import (
     abort_completions,
     abort_prompts,
     generate_completions,

@@ -4,6 +4,7 @@ What is wrong with one prompt becomes that submission's error; the others are no
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ class Intake:
         self._eos_token_ids = _eos_token_ids(files, tokenizer)
         self._num_requests = 0
         self._guides: GuideMaker | None = None
+        self._bad_words = lru_cache(maxsize=16)(self._tokenised_bad_words)  # many prompts share their params
 
     def submissions(self, prompts: Any, sampling_params: Any, priority: Any = None) -> list[Submission]:
         """One for each prompt. Raises ValueError for lists of different lengths."""
@@ -77,7 +79,7 @@ class Intake:
                 prompt_token_ids=ids,
                 priority=priority,
                 cache_salt=_checked_salt(cache_salt),
-                bad_words=self._bad_words(params),
+                bad_words=self._bad_words(tuple(params.bad_words or ())),
                 make_guide=self._guide_maker(params),
             )
         except ValueError as error:
@@ -177,13 +179,13 @@ class Intake:
         if tokenizer is not None:
             check_text(text, self.max_model_len, lambda piece: tokenizer.encode(piece, add_special_tokens=False))
 
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        if not params.bad_words:
+    def _tokenised_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        if not words:
             return ()
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise ValueError("bad_words must have a tokenizer, but the model has none; use logit_bias with token ids")
-        return bad_word_ids(params.bad_words, lambda word: tokenizer.encode(word, add_special_tokens=False))
+        return bad_word_ids(words, lambda word: tokenizer.encode(word, add_special_tokens=False))
 
     def _guide_maker(self, params: SamplingParams) -> Any:
         """A maker of fresh guides, one for each completion; None if the output is free."""

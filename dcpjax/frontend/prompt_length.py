@@ -26,9 +26,8 @@ def check_text(text: str, max_model_len: int, encode: Callable[[str], Sequence[i
         piece = text[start : start + PIECE]
         tokens += max(0, len(encode(piece)) - CUT_TOKENS)
         if tokens >= max_model_len:
-            raise ValueError(
-                f"{_must(max_model_len)}, but the first {start + len(piece)} of its {len(text)} characters hold {tokens}"
-            )
+            read = f"the first {start + len(piece)} of its {len(text)} characters"
+            raise ValueError(f"{_must(max_model_len)}, but {read} hold at least {tokens}")
 
 
 def texts_of(value: Any) -> Iterator[str]:
@@ -45,4 +44,6 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def _must(max_model_len: int) -> str:
-    return f"a prompt must hold at most {max_model_len - 1} tokens (max_model_len={max_model_len} leaves one to generate)"
+    return (
+        f"a prompt must hold at most {max_model_len - 1} tokens (max_model_len={max_model_len} leaves one to generate)"
+    )

@@ -27,9 +27,7 @@ class StopOnSignal:
     process too.
     """
 
-    def __init__(
-        self, *, advice: str, grace_seconds: float = 0.0, leave: Callable[[int], object] = os._exit
-    ) -> None:
+    def __init__(self, *, advice: str, grace_seconds: float = 0.0, leave: Callable[[int], object] = os._exit) -> None:
         """`advice` says how to resume and is printed with the last word; `leave` ends the process with an exit code.
 
         Args:

@@ -46,12 +46,14 @@ def refusal(intake: Intake, prompt: object, *, chat: bool = False) -> str:
     return submission.error or ""
 
 
-@pytest.mark.parametrize("prompt", [LONG, {"prompt": LONG}, [{"role": "user", "content": LONG}]], ids=["text", "dict", "chat"])
+@pytest.mark.parametrize(
+    "prompt", [LONG, {"prompt": LONG}, [{"role": "user", "content": LONG}]], ids=["text", "dict", "chat"]
+)
 def test_of_a_text_that_is_far_too_long_only_the_beginning_is_tokenised(intake, prompt):
     intake.tokenizer.characters = 0
     assert refusal(intake, prompt, chat=isinstance(prompt, list)) == (
         "a prompt must hold at most 99 tokens (max_model_len=100 leaves one to generate), "
-        f"but the first {PIECE} of its {len(LONG)} characters hold {PIECE - CUT_TOKENS}"
+        f"but the first {PIECE} of its {len(LONG)} characters hold at least {PIECE - CUT_TOKENS}"
     )
     assert intake.tokenizer.characters == PIECE
 
