@@ -156,12 +156,13 @@ class LLM:
         prompts = [RunningPrompt(submission, events) for submission in submissions]
         shown = use_tqdm and self.progress
         with bar(description="generating", total=len(prompts), shown=shown) as meter:
-            tokens, started = 0, time.monotonic()
+            tokens, started, finished = 0, time.monotonic(), set[int]()
             for event in self._run(prompts, events, streamed=False):
                 tokens += len(event.token_ids)
-                if event.finish_reason:
+                if event.finish_reason and prompts[event.prompt_index].output.finished:
+                    finished.add(event.prompt_index)
                     meter.set_postfix_str(f"{tokens / (time.monotonic() - started):.1f} tokens/s", refresh=False)
-                    meter.update(sum(prompt.output.finished for prompt in prompts) - meter.n)
+                    meter.update(len(finished) - meter.n)
         return [prompt.output for prompt in prompts]
 
     def _stream(self, submissions: list[Submission]) -> Generator[StreamEvent]:

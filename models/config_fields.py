@@ -8,6 +8,7 @@ from typing import Any
 
 from dcpjax.models.config_values import Json, entries, items, shown
 
+# by model_type: without experts; with latent attention (MLA), with or without experts
 DENSE = ("llama", "qwen2", "qwen3")
 LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 FAMILIES = (*DENSE, "qwen3_moe", *LATENT)

@@ -7,7 +7,7 @@ checkpoint only, and transformers' sandbox renders them, in `_render_chat`.
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,11 +18,13 @@ from dcpjax.checkpoint.detokenizer import Detokenizer, Leading, decoding_rule
 from dcpjax.checkpoint.gguf_header import read_header
 from dcpjax.checkpoint.gguf_tokenizer import gguf_backend, gguf_tokenizer_config
 from dcpjax.checkpoint.hub import read_json
+from dcpjax.checkpoint.interruptible import interruptibly
 from dcpjax.checkpoint.messages import check_tools, checked_messages, nested_keys
 from dcpjax.checkpoint.plain_file import MOST_BYTES, check_plain_file, read_text
 
 TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TOKEN_ID = 2**32 - 1
+LONG_TEXT = 1 << 15  # characters: from here on, tokenising takes longer than some ten milliseconds
 # arguments of transformers' apply_chat_template, which `chat_template_kwargs` must not set
 RENDER_ARGUMENTS = frozenset(
     [
@@ -95,7 +97,10 @@ class Tokenizer:
             raise ValueError(
                 f"text must be valid Unicode, but holds a lone surrogate at position {error.start}; remove it"
             ) from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        encode = partial(self._backend.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
+        return interruptibly(encode)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """All bytes of the tokens, read as UTF-8 once; bytes that are not UTF-8 read as U+FFFD."""
