@@ -1,6 +1,6 @@
 import math
 
-from batch_mock import answer
+from batch_mock import answers
 
 from dcpjax.api.logprobs import Logprob
 from dcpjax.api.outputs import CompletionOutput, RequestOutput
@@ -16,7 +16,7 @@ def request(kind="chat", **options) -> RequestBody:
 
 
 def body_of(asked: RequestBody, output: RequestOutput | None = None) -> dict:
-    return response_body(asked, output or answer(asked), name="12", model="m", created=5)
+    return response_body(asked, [output] if output else answers(asked), name="12", model="m", created=5)
 
 
 def test_a_chat_is_answered_with_openais_chat_completion():
