@@ -119,8 +119,8 @@ class Tokenizer:
         """Token ids of a conversation. Control tokens come from the template only, messages are plain text.
 
         Text parts of one message are joined by newlines. `chat_template_kwargs` are variables of the template: true,
-        false, a number or a string. `chat_template` replaces the checkpoint's own. Raises ValueError for what the template
-        refuses.
+        false, a number or a string. `chat_template` replaces the checkpoint's own. Raises ValueError for what the
+        template refuses.
         """
         _check_chat_template(chat_template, self._config.get("chat_template"))
         if add_generation_prompt and continue_final_message:
