@@ -13,13 +13,12 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+REPR_CHARACTERS = 40
+CELL_CHARACTERS = 2000
+
 
 class PromptWarning(UserWarning):
     """The only prompt of a call could not be run; its result has the error."""
-
-
-REPR_CHARACTERS = 40
-CELL_CHARACTERS = 2000
 
 
 @dataclass

@@ -22,6 +22,7 @@ class Search:
         """`max_tokens`: what the options and the model length leave."""
         self._params, self._max_tokens = params, max_tokens
         self._end_token_ids = () if params.ignore_eos else end_token_ids
+        self._prompt_length = len(prompt)
         self.beams = [BeamSearchSequence(tokens=list(prompt))]
         self.ended: list[BeamSearchSequence] = []
 
@@ -52,7 +53,7 @@ class Search:
 
     def _score(self, beam: BeamSearchSequence) -> float:
         """The end of sequence does not count as a token."""
-        length = len(beam.tokens) - (beam.tokens[-1] in self._end_token_ids)
+        length = self._prompt_length + len(beam.logprobs) - (beam.finish_reason == "stop")
         return beam.cum_logprob / length**self._params.length_penalty
 
 
