@@ -22,13 +22,13 @@ def option_names(options: Any) -> list[str]:
     return [field.name for field in fields(options)]
 
 
-def check_option_names(names: Iterable[str], valid: Sequence[str]) -> None:
+def check_option_names(names: Iterable[str], valid: Sequence[str], what: str = "option") -> None:
     """Raise ValueError for the first name that is not valid: "unknown option 'x'; did you mean y?"."""
     for name in names:
         if name not in valid:
             near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"valid options: {', '.join(valid)}"
-            raise ValueError(f"unknown option {name!r}; {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"valid {what}s: {', '.join(valid)}"
+            raise ValueError(f"unknown {what} {name!r}; {hint}")
 
 
 def from_options(kind: type[Options], options: Mapping[str, Any]) -> Options:

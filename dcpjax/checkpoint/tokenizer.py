@@ -123,14 +123,15 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[int]:
         """Token ids of a conversation. Control tokens come from the template only, messages are plain text.
 
         Text parts of one message are joined by newlines. `chat_template_kwargs` are variables of the template: true,
-        false, a number or a string. Raises ValueError for what the template refuses.
+        false, a number or a string. `chat_template` replaces the checkpoint's own. Raises ValueError for what the
+        template refuses.
         """
-        if not self._config.get("chat_template"):
-            raise ValueError("chat needs a model with a chat template, but this one has none; use generate")
+        _check_chat_template(chat_template, self._config.get("chat_template"))
         if add_generation_prompt and continue_final_message:
             raise ValueError("add_generation_prompt must be False when continue_final_message is True")
         checked = checked_messages(messages)
@@ -141,6 +142,7 @@ class Tokenizer:
             tools=tools and list(tools),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            chat_template=chat_template,
             **self._checked_template_kwargs(chat_template_kwargs or {}),
         )
 
@@ -186,7 +188,7 @@ class Tokenizer:
         """The only place where a template runs: transformers' sandbox, which also escapes control tokens."""
         try:
             with self._rendering:
-                return self._chat_renderer.apply_chat_template(
+                return self.hugging_face.apply_chat_template(
                     messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
                 )
         except Exception as error:  # A template is third-party text: it can fail in any way.
@@ -196,14 +198,25 @@ class Tokenizer:
             ) from error
 
     @cached_property
-    def _chat_renderer(self) -> Any:
+    def hugging_face(self) -> Any:
+        """The same vocabulary and template as a tokenizer of transformers, which renders chats."""
         with _without_torch_advice():
             from transformers import PreTrainedTokenizerFast
         names = {name: self._special_token(name) for name in TEMPLATE_TOKENS}
         return PreTrainedTokenizerFast(
             tokenizer_object=self._backend,
-            chat_template=self._config["chat_template"],
+            chat_template=self._config.get("chat_template"),
+            model_input_names=["input_ids", "attention_mask"],
             **{name: token for name, token in names.items() if token is not None},
+        )
+
+
+def _check_chat_template(given: Any, own: Any) -> None:
+    if given is not None and not isinstance(given, str):
+        raise ValueError(f"chat_template must be the text of a template, but is {type(given).__name__}")
+    if not given and not own:
+        raise ValueError(
+            "chat needs a model with a chat template, but this one has none; use generate, or pass chat_template"
         )
 
 

@@ -11,8 +11,9 @@ class TokenScores(NamedTuple):
     token_id: int
     logprob: float
     rank: int
-    top_ids: Sequence[int]  # most likely first
+    top_ids: Sequence[int]  # most likely first, or as the user named them
     top_logprobs: Sequence[float]
+    top_ranks: Sequence[int] | None = None  # None: 1, 2, 3 ...; given where the user named the tokens
 
 
 @dataclass

@@ -29,7 +29,7 @@ class RunningPrompt:
         self.completions: list[Completion] = []
         self._unfinished = submission.params.n
         self.output = RequestOutput(
-            str(submission.index),
+            submission.request_id,
             submission.prompt,
             submission.prompt_token_ids,
             metrics=RequestMetrics(submission.arrival_time, num_prompt_tokens=len(submission.prompt_token_ids)),
@@ -67,7 +67,7 @@ class Completion:
     ) -> None:
         self.prompt, self.request, self.stream, self._decode = prompt, request, stream, decode
         self.output = CompletionOutput(len(prompt.completions), "", [])
-        if request.params.logprobs is not None:
+        if request.params.scores_tokens:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
 
     def take_tokens(self) -> None:
@@ -101,8 +101,9 @@ class Completion:
 
     def _take_scores(self) -> None:
         """Log-probabilities of the new tokens; of the prompt, once its last token has run."""
-        output, wanted = self.output, self.request.params.logprobs
-        if output.logprobs is not None and wanted is not None:
+        output, params = self.output, self.request.params
+        if output.logprobs is not None:
+            wanted = -1 if params.logprob_token_ids is not None else params.logprobs or 0
             for scores in self.request.scores[len(output.logprobs) :]:
                 output.logprobs.append(self._logprobs(scores, wanted))
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + scores.logprob
@@ -117,8 +118,8 @@ class Completion:
         ]
 
     def _logprobs(self, scores: TokenScores, wanted: int) -> dict[int, Logprob]:
-        token, logprob, rank, ids, values = scores
-        return to_logprobs(token, logprob, rank, ids, values, wanted, self._decode)
+        token, logprob, rank, ids, values, ranks = scores
+        return to_logprobs(token, logprob, rank, ids, values, wanted, self._decode, ranks)
 
     def _hides_last_token(self) -> bool:
         """A token that ended the request shows in the text only if the user asked for it."""

@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from dcpjax.api import prompts as prompt_forms
+from dcpjax.api.checks import check_option_names
 from dcpjax.api.config import EngineConfig
 from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.api.vllm_options import PROMPT, without_neutral
 from dcpjax.checkpoint.model_files import ModelFiles
 from dcpjax.checkpoint.tokenizer import Tokenizer
 from dcpjax.engine.request import Request
@@ -43,8 +46,9 @@ class Intake:
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.default_params = _default_params(files.generation_config)
         self._engine = engine
-        self._eos_token_ids = _eos_token_ids(files, tokenizer)
+        self.eos_token_ids = _eos_token_ids(files, tokenizer)
         self._numbers = itertools.count()
+        self._request_ids = map(str, itertools.count())
         self._guides: GuideMaker | None = None
         self._bad_words = lru_cache(maxsize=16)(self._tokenised_bad_words)  # many prompts share their params
 
@@ -69,12 +73,14 @@ class Intake:
         """Tokenise and check one prompt; what is wrong with it becomes the submission's error."""
         try:
             text, ids = self._encode(prompt)
+            ids = self._truncated(ids, params)
             self._check_length(ids)
             params.check_against(self.vocab_size, self._engine.max_logprobs)
             if isinstance(prompt, Mapping):
                 cache_salt = prompt.get("cache_salt", cache_salt)
             return Submission(
                 index=index,
+                request_id=next(self._request_ids),
                 params=params,
                 prompt=text,
                 prompt_token_ids=ids,
@@ -85,7 +91,7 @@ class Intake:
             )
         except ValueError as error:
             text = prompt if isinstance(prompt, str) else None
-            return Submission(index=index, params=params, prompt=text, error=str(error))
+            return self._refused(index, params, error, text)
 
     def chat_submission(
         self,
@@ -104,7 +110,7 @@ class Intake:
                 self._check_text(text)
             ids = self.tokenizer.apply_chat_template(conversation, **template)
         except ValueError as error:
-            return Submission(index=index, params=params, error=str(error))
+            return self._refused(index, params, error)
         return self.submission(index, {"prompt_token_ids": ids}, params, priority, cache_salt)
 
     def start(self, prompt: RunningPrompt, *, streamed: bool) -> None:
@@ -123,14 +129,20 @@ class Intake:
         """The text of one token, for log-probabilities. None without a tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
 
+    def _refused(self, index: int, params: SamplingParams, error: ValueError, prompt: str | None = None) -> Submission:
+        return Submission(
+            index=index, request_id=next(self._request_ids), params=params, prompt=prompt, error=str(error)
+        )
+
     def _params(self, given: Any, count: int) -> list[SamplingParams]:
+        """One for each prompt: checked copies, which no later change by the caller reaches."""
         if given is None or isinstance(given, SamplingParams):
-            return [given or self.default_params] * count
+            return [(given or self.default_params).clone()] * count
         if not isinstance(given, Sequence) or not all(isinstance(one, SamplingParams) for one in given):
             raise ValueError(f"sampling_params must be SamplingParams or a list of them, but is {given!r}")
         if len(given) != count:
             raise ValueError(f"sampling_params must be one or as many as the {count} prompts, but are {len(given)}")
-        return list(given)
+        return [params.clone() for params in given]
 
     def _priorities(self, given: Any, count: int) -> list[int]:
         if given is None:
@@ -154,10 +166,7 @@ class Intake:
 
     def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            known = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
-            if not known:
-                raise ValueError(f"a prompt must have the key 'prompt' or 'prompt_token_ids', but has {list(prompt)}")
-            prompt = prompt[known[0]]
+            return self._encode_mapping(prompt)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, but the model has none; give token ids")
@@ -168,6 +177,20 @@ class Intake:
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes) or np.ndim(prompt) != 1:
             raise ValueError(f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}")
         return None, [_token_id(token, self.vocab_size) for token in prompt]
+
+    def _encode_mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        """Token ids go before a text, which is then only shown."""
+        known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+        if not known:
+            raise ValueError(f"a prompt must have the key 'prompt' or 'prompt_token_ids', but has {list(prompt)}")
+        check_option_names(without_neutral(prompt, PROMPT), prompt_forms.KEYS, what="key of a prompt")
+        text, ids = self._encode(prompt[known[0]])
+        return text if len(known) == 1 else _shown_text(prompt["prompt"]), ids
+
+    def _truncated(self, ids: list[int], params: SamplingParams) -> list[int]:
+        """The last tokens, as many as `truncate_prompt_tokens` keeps."""
+        kept = params.truncate_prompt_tokens
+        return ids if kept is None else ids[-(self.max_model_len - 1 if kept == -1 else kept) :]
 
     def _check_length(self, ids: list[int]) -> None:
         if not ids:
@@ -196,7 +219,7 @@ class Intake:
         if self.tokenizer is None:
             raise ValueError("structured_outputs must have a tokenizer, but the model has none")
         if self._guides is None:
-            self._guides = GuideMaker(self.tokenizer, self.vocab_size, self._eos_token_ids)
+            self._guides = GuideMaker(self.tokenizer, self.vocab_size, self.eos_token_ids)
         maker = self._guides
         maker.make(wanted).mask()  # refuses what is wrong before anything runs
         return lambda: maker.make(wanted)
@@ -205,7 +228,7 @@ class Intake:
         """The request of completion number `index`. The result shows the metrics of completion 0."""
         number = next(self._numbers)
         params, room = submission.params, self.max_model_len - len(submission.prompt_token_ids)
-        ends = set(params.stop_tokens) | (set() if params.ignore_eos else self._eos_token_ids)
+        ends = set(params.stop_tokens) | (set() if params.ignore_eos else self.eos_token_ids)
         return Request(
             number=number,
             prompt_token_ids=submission.prompt_token_ids,
@@ -246,6 +269,12 @@ def _listed_conversations(messages: Any) -> list[Any]:
             f"{type(messages).__name__}"
         )
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+
+
+def _shown_text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"prompt must be a text, but is {type(text).__name__}")
+    return text
 
 
 def _token_id(token: Any, vocab_size: int, what: str = "token ids") -> int:

@@ -8,7 +8,7 @@ from dcpjax.engine.result import StepResult, TokenScores
 from dcpjax.engine.scheduler import Scheduled
 from dcpjax.runtime.logit_rows import sampled_entries, scored_tokens
 from dcpjax.sampling.sampler import Sampled
-from dcpjax.sampling.scoring import Logprobs
+from dcpjax.sampling.scoring import Logprobs, NamedScores
 
 
 def read_back(
@@ -40,8 +40,11 @@ def _scores_of_samples(
         return None
     found: list[TokenScores | None] = [None] * len(step)
     for index, row in enumerate(rows):
-        if step[row].request.params.logprobs is not None:
-            found[row] = _token_scores(int(sampled.tokens[index]), sampled.logprobs, index)
+        params = step[row].request.params
+        if params.scores_tokens:
+            scores = _token_scores(int(sampled.tokens[index]), sampled.logprobs, index)
+            named = params.logprob_token_ids
+            found[row] = scores if named is None else _with_named(scores, named, sampled.named, index)
     return found
 
 
@@ -64,3 +67,10 @@ def _token_scores(token: int, scores: Logprobs, row: int) -> TokenScores:
         np.asarray(scores.top_ids[row]).tolist(),
         np.asarray(scores.top[row]).tolist(),
     )
+
+
+def _with_named(scores: TokenScores, ids: Sequence[int], named: NamedScores | None, row: int) -> TokenScores:
+    """The scores with the tokens `ids` instead of the most likely ones."""
+    assert named is not None
+    logprobs, ranks = (np.asarray(values[row, : len(ids)]).tolist() for values in (named.logprobs, named.rank))
+    return scores._replace(top_ids=ids, top_logprobs=logprobs, top_ranks=ranks)

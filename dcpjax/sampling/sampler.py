@@ -22,10 +22,11 @@ from dcpjax.sampling.sampler_arrays import (
     build_allowed,
     build_bias,
     build_draw,
+    build_named,
     build_penalties,
     build_truncation,
 )
-from dcpjax.sampling.scoring import Logprobs, score, shared_num_logprobs
+from dcpjax.sampling.scoring import Logprobs, NamedScores, score, score_named, shared_num_logprobs
 from dcpjax.sharding import struct
 
 
@@ -41,6 +42,8 @@ class SamplingBatch:
     # [B, ceil(V / 32)] uint32, host: a bit for each token that may be chosen
     allowed: jax.Array | None
     penalties: Penalties | None
+    # [B, n] int32, host: tokens whose log-probabilities the requests name, -1 for padding
+    named: jax.Array | None
     # how many of the most likely tokens are reported; -1 is all
     num_logprobs: int | None = struct.static()
 
@@ -56,7 +59,8 @@ class SamplingBatch:
             bias=build_bias(requests, num_rows),
             allowed=build_allowed(requests, num_rows, vocab_size),
             penalties=build_penalties(requests, num_rows, vocab_size),
-            num_logprobs=shared_num_logprobs((request.params.logprobs for request in requests), vocab_size),
+            named=build_named(requests, num_rows),
+            num_logprobs=shared_num_logprobs(map(_num_logprobs, requests), vocab_size),
         )
 
 
@@ -70,6 +74,8 @@ class Sampled:
     finite: jax.Array
     # of the chosen tokens; None if no request wants them
     logprobs: Logprobs | None
+    # of the tokens that requests name; None if none does
+    named: NamedScores | None = None
 
 
 def sample(logits: jax.Array, latest: jax.Array, options: SamplingBatch) -> tuple[Sampled, jax.Array]:
@@ -86,8 +92,14 @@ def sample(logits: jax.Array, latest: jax.Array, options: SamplingBatch) -> tupl
         drawn = _draw(processed, options.draw, options.truncation)
         tokens = jnp.where(options.draw.temperature > 0, drawn, tokens)
     logprobs = None if options.num_logprobs is None else score(logits, tokens, options.num_logprobs)
+    named = None if options.named is None else score_named(logits, options.named)
     seat = jnp.where(options.seat >= 0, options.seat, latest.shape[0])
-    return Sampled(tokens, finite, logprobs), latest.at[seat].set(tokens, mode="drop")
+    return Sampled(tokens, finite, logprobs, named), latest.at[seat].set(tokens, mode="drop")
+
+
+def _num_logprobs(request: Request) -> int | None:
+    """How many of the most likely tokens are wanted with each token; none where others are named."""
+    return 0 if request.params.logprob_token_ids is not None else request.params.logprobs
 
 
 def _process(logits: jax.Array, latest: jax.Array, options: SamplingBatch) -> jax.Array:

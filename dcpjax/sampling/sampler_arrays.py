@@ -149,6 +149,18 @@ def build_allowed(requests: Sequence[Request], num_rows: int, vocab_size: int) -
     return allowed  # type: ignore[return-value]
 
 
+def build_named(requests: Sequence[Request], num_rows: int) -> jax.Array | None:
+    """The tokens of `logprob_token_ids` [B, n] int32, padded to the same number."""
+    named = [request.params.logprob_token_ids or () for request in requests]
+    width = bucket_size(max(map(len, named), default=0), smallest=4)
+    if not width:
+        return None
+    ids = np.full((num_rows, width), -1, np.int32)
+    for row, tokens in enumerate(named):
+        ids[row, : len(tokens)] = tokens
+    return ids  # type: ignore[return-value]
+
+
 def build_penalties(requests: Sequence[Request], num_rows: int, vocab_size: int) -> Penalties | None:
     penalized = [(row, request) for row, request in enumerate(requests) if request.params.has_penalties]
     if not penalized:

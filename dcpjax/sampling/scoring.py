@@ -23,6 +23,16 @@ class Logprobs:
     top: jax.Array
 
 
+@struct.dataclass
+class NamedScores:
+    """Log-probabilities of tokens that the user named, of each row of a step."""
+
+    # [B, n] float32: in the order in which they were named; padding holds anything
+    logprobs: jax.Array
+    # [B, n] int32: how many tokens are at least as likely
+    rank: jax.Array
+
+
 def shared_num_logprobs(requested: Iterable[int | None], vocab_size: int) -> int | None:
     """One num_logprobs that is enough for all requests: None, 0, 1, 4, 16 ..., or -1 for the whole vocabulary.
 
@@ -43,3 +53,11 @@ def score(logits: jax.Array, tokens: jax.Array, num_logprobs: int) -> Logprobs:
     rank = jnp.sum(logprobs >= chosen, axis=-1, dtype=jnp.int32)
     top, top_ids = jax.lax.top_k(logprobs, logits.shape[1] if num_logprobs == -1 else num_logprobs)
     return Logprobs(chosen[:, 0], rank, top_ids, top)
+
+
+def score_named(logits: jax.Array, ids: jax.Array) -> NamedScores:
+    """logits [B, V] float32, ids [B, n] int32 (-1 for padding) -> log-probabilities and ranks of these tokens."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    found = jnp.take_along_axis(logprobs, jnp.maximum(ids, 0), axis=-1)
+    rank = jnp.sum(logprobs[:, None, :] >= found[:, :, None], axis=-1, dtype=jnp.int32)
+    return NamedScores(found, rank)

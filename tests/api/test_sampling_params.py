@@ -145,6 +145,8 @@ def test_defaults_are_those_of_vllm():
         "min_tokens": 0,
         "logprobs": None,
         "prompt_logprobs": None,
+        "logprob_token_ids": None,
+        "truncate_prompt_tokens": None,
         "detokenize": True,
         "skip_special_tokens": True,
         "structured_outputs": None,
@@ -163,12 +165,46 @@ def test_stop_tokens_are_any_sequence_of_ids():
     assert SamplingParams(stop_token_ids=range(3)).stop_tokens == (0, 1, 2)
 
 
-def test_params_are_immutable_and_compare_by_value():
+def test_params_compare_by_value_and_can_be_changed():
     params = SamplingParams(stop=["a"], seed=3)
     assert params == SamplingParams(stop="a", seed=3)
-    assert hash(params) == hash(SamplingParams(stop="a", seed=3))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        params.seed = 4
+    params.seed = 4
+    assert params == SamplingParams(stop="a", seed=4) != SamplingParams(stop="a", seed=3)
+
+
+def test_a_changed_value_is_checked_when_the_params_are_copied():
+    params = SamplingParams(seed=3)
+    params.temperature = -1
+    with pytest.raises(ValueError, match="temperature must be in"):
+        params.clone()
+
+
+def test_an_assignment_to_no_option_is_refused_with_the_nearest():
+    params = SamplingParams()
+    with pytest.raises(ValueError, match="unknown option 'max_token'; did you mean max_tokens"):
+        params.max_token = 4
+    params.best_of = 1
+    with pytest.raises(ValueError, match="best_of must be None or 1, but is 2; use n"):
+        params.best_of = 2
+
+
+def test_a_copy_shares_nothing():
+    params = SamplingParams(stop=["a"], logit_bias={3: 1.0}, allowed_token_ids=[1, 2])
+    copied = params.clone()
+    assert copied == params
+    copied.stop.append("b")
+    copied.logit_bias[4] = 2.0
+    copied.allowed_token_ids.append(3)
+    assert params == SamplingParams(stop=["a"], logit_bias={3: 1.0}, allowed_token_ids=[1, 2])
+    assert copied.clone().allowed_bits != params.allowed_bits
+
+
+def test_lists_are_lists_as_in_vllm():
+    params = SamplingParams(stop=("a",), stop_token_ids=range(2), bad_words=("x",), allowed_token_ids=(1,))
+    lists = params.stop, params.stop_token_ids, params.bad_words, params.allowed_token_ids
+    assert lists == (["a"], [0, 1], ["x"], [1])
+    empty = SamplingParams()
+    assert (empty.stop, empty.stop_token_ids, empty.bad_words) == ([], [], [])
 
 
 def test_a_changed_list_of_stops_does_not_change_the_params():
@@ -194,7 +230,7 @@ def test_biases_are_read_as_json_has_them_and_held_within_their_limits():
 
 
 def test_bad_words_are_kept_once_each():
-    assert SamplingParams(bad_words=["a", "b", "a"]).bad_words == ("a", "b")
+    assert SamplingParams(bad_words=["a", "b", "a"]).bad_words == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -367,6 +367,17 @@ def test_a_message_with_tool_calls_needs_no_content(folder):
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False)
 
 
+def test_an_answer_without_content_is_an_empty_one(folder):
+    tokenizer = Tokenizer.from_folder(folder)
+    empty, null, missing = (
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}, {"role": "assistant", **content}])
+        for content in ({"content": ""}, {"content": None}, {})
+    )
+    assert empty == null == missing
+    with pytest.raises(ValueError, match="must be a str or a list of text parts, but is None"):
+        tokenizer.apply_chat_template([{"role": "user", "content": None}])
+
+
 @pytest.mark.parametrize("tools", ["x", [3], {"a": 1}, [len]])
 def test_tools_must_be_schemas(folder, tools):
     with pytest.raises(ValueError, match="tools must be a list of JSON schemas"):

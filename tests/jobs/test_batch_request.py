@@ -122,9 +122,8 @@ def test_a_line_over_the_cap_is_refused_with_both_numbers():
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]]])
-def test_a_line_has_one_prompt(prompt):
-    with pytest.raises(LineError, match="prompt must be one prompt, but is a list of 2; give each a line"):
-        completion(prompt=prompt)
+def test_a_line_may_have_several_prompts(prompt):
+    assert completion(prompt=prompt).prompts == prompt
 
 
 @pytest.mark.parametrize(
