@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -19,6 +20,7 @@ from dcpjax.checkpoint.gguf_tokenizer import gguf_backend, gguf_tokenizer_config
 from dcpjax.checkpoint.hub import read_json
 from dcpjax.checkpoint.interruptible import interruptibly
 from dcpjax.checkpoint.messages import check_tools, checked_messages, nested_keys
+from dcpjax.checkpoint.plain_file import MOST_BYTES, check_plain_file, read_text
 
 TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TOKEN_ID = 2**32 - 1
@@ -58,6 +60,7 @@ class Tokenizer:
         self._config = config
         self._rule = decoding_rule(backend.decoder)
         self._pieces: dict[int, bytes] = {}
+        self._rendering = Lock()  # the renderer sets options of its tokenizer, which fails while another thread uses it
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -69,6 +72,7 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> "Tokenizer":
         """tokenizer.json as it stands, the names in tokenizer_config.json, and the chat template."""
         path = folder / "tokenizer.json"
+        check_plain_file(path, MOST_BYTES)
         try:
             backend = Backend.from_file(str(path))
         except Exception as error:  # The library raises the bare Exception.
@@ -181,9 +185,10 @@ class Tokenizer:
     def _render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """The only place where a template runs: transformers' sandbox, which also escapes control tokens."""
         try:
-            return self._chat_renderer.apply_chat_template(
-                messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
-            )
+            with self._rendering:
+                return self._chat_renderer.apply_chat_template(
+                    messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
+                )
         except Exception as error:  # A template is third-party text: it can fail in any way.
             raise ValueError(
                 f"messages must fit the model's chat template, but it refused them: {error}; "
@@ -207,7 +212,7 @@ def _folder_config(folder: Path) -> dict[str, Any]:
     config = read_json(path) if path.exists() else {}
     config["chat_template"] = _named_templates(config.get("chat_template"))
     if template.exists():
-        config["chat_template"] = template.read_text(encoding="utf-8")
+        config["chat_template"] = read_text(template)
     return config
 
 

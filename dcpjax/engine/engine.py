@@ -90,8 +90,8 @@ class Engine:
     def recover(self) -> None:
         """After an interrupted step: free the requests that it finished, compute the others in it again."""
         if self._stepping:
-            self._stepping = False
             self._start_over()
+            self._stepping = False
 
     def reset_prefix_cache(self) -> bool:
         """Forget what the blocks hold. False, and nothing happens, while requests hold blocks."""

@@ -54,9 +54,9 @@ class RunningPrompt:
             self.record(StreamEvent(self.submission.index, index, "", [], "error", error=message))
 
     def record(self, event: StreamEvent) -> None:
-        self.events.append(event)
         self._unfinished -= event.finish_reason is not None
         self.output.finished = not self._unfinished
+        self.events.append(event)  # last: another thread may be waiting for it
 
 
 class Completion:

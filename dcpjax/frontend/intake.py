@@ -3,6 +3,7 @@
 What is wrong with one prompt becomes that submission's error; the others are not affected.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -43,7 +44,7 @@ class Intake:
         self.default_params = _default_params(files.generation_config)
         self._engine = engine
         self._eos_token_ids = _eos_token_ids(files, tokenizer)
-        self._num_requests = 0
+        self._numbers = itertools.count()
         self._guides: GuideMaker | None = None
         self._bad_words = lru_cache(maxsize=16)(self._tokenised_bad_words)  # many prompts share their params
 
@@ -202,7 +203,7 @@ class Intake:
 
     def _request(self, submission: Submission, index: int, **options: Any) -> Request:
         """The request of completion number `index`. The result shows the metrics of completion 0."""
-        number, self._num_requests = self._num_requests, self._num_requests + 1
+        number = next(self._numbers)
         params, room = submission.params, self.max_model_len - len(submission.prompt_token_ids)
         ends = set(params.stop_tokens) | (set() if params.ignore_eos else self._eos_token_ids)
         return Request(

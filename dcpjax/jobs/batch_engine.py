@@ -52,8 +52,7 @@ class BatchEngine:
 
     def advance(self) -> list[tuple[int, RequestOutput]]:
         """Run one step; the requests that it finished."""
-        if self._llm.engine.has_work:
-            self._llm.advance()
+        self._llm.advance()
         keys = {event.prompt_index for event in self._events} & self._running.keys()
         self._events.clear()
         finished = sorted(key for key in keys if self._running[key].output.finished)
