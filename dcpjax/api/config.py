@@ -65,7 +65,7 @@ class EngineConfig:
         cp_kv_cache_interleave_size: consecutive positions that one rank stores.
         seed: of the engine; the seeds of requests without one are derived from it.
         load_format: "dummy" fills the weights with random numbers and reads no weight file.
-        hf_overrides: entries of config.json to replace, such as {"num_hidden_layers": 2}; nested ones are merged.
+        hf_overrides: entries of config.json to replace, such as {"max_position_embeddings": 8192}; nested ones merge.
         compilation_cache: keep compiled programs between runs; True for the user's cache folder, or a folder. The
             first `LLM` of a process decides.
         warmup: which programs are compiled before the first request: "none", each at its first use; "decode", those
