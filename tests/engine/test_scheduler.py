@@ -692,9 +692,8 @@ def test_a_step_that_also_decodes_is_no_larger_than_the_pace_says_and_one_that_d
 
 def test_a_step_that_also_decodes_is_as_large_as_its_prompt_can_fill():
     """A prompt advances by whole tiles of 4 until the last, and by one at least."""
-    prefill_budget = PrefillBudget(tokens=32, cost_per_position=0.05, step_sizes=(9, 17), tile=4)
+    prefill_budget = PrefillBudget(tokens=32, cost_per_position=0.1, step_sizes=(9, 17), tile=4)
     plan = scheduler(budget=64, prefill_budget=prefill_budget)
     decoding(plan, 1)
-    plan.add(request(1, 50))
-    counts = [advance(plan)[-1].count for _ in range(7)]
-    assert counts == [16, 8, 8, 8, 8, 2, 1]
+    plan.add(request(1, 78))
+    assert [advance(plan)[-1].count for _ in range(15)] == [16, 8, 8, *[4] * 11, 2]
