@@ -46,8 +46,9 @@ class EngineConfig:
         max_num_seqs: most requests that run at once.
         max_num_batched_tokens: most tokens in one step; longer prompts run in several. None: 1024 on CPU, else 2048.
         max_mixed_prefill_tokens: most prompt tokens in a step that also decodes, so that running requests need not
-            wait long for their next token. Tokens far into a prompt attend to more, cost more and count for more.
-            None: 64 on CPU, else 512 while a streamed request decodes; no limit while none does.
+            wait long for their next token. Tokens far into a prompt attend to more, cost more and count for more,
+            but one prompt always advances by 8, or by this if it is fewer. None: while a streamed request decodes,
+            what steps of 32 or 64 tokens leave on CPU, else 512; no limit while none does.
         block_size: tokens per cache block, counted over all ranks.
         enable_prefix_caching: reuse the cache of prompts that begin with the same tokens.
         scheduling_policy: "fcfs" runs requests in order of arrival; "priority" those with the lowest `priority` first.
