@@ -4,7 +4,7 @@ No code from a checkpoint is run: `auto_map` and other unknown keys of a config 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,19 @@ class ModelFiles:
     tensors: Callable[[], TensorSource]
     # None where the model comes without a tokenizer.
     tokenizer: Callable[[], Tokenizer | None]
+
+    def end_token_ids(self, tokenizer_eos: int | None) -> list[int]:
+        """The tokens that end a text: all that generation_config.json, config.json or the tokenizer name.
+
+        A chat model often keeps the generation_config.json of its base model, which lacks the token that ends a turn.
+        """
+        text = self.config.get("text_config")
+        named = [
+            *_token_ids("generation_config.json", self.generation_config),
+            *_token_ids("config.json", self.config),
+            *_token_ids("config.json", text if isinstance(text, dict) else {}),
+        ]
+        return list(dict.fromkeys(named if tokenizer_eos is None else [*named, tokenizer_eos]))
 
 
 def open_model(model: str | os.PathLike[str]) -> ModelFiles:
@@ -104,3 +117,11 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
+
+
+def _token_ids(file: str, config: Mapping[str, Any]) -> list[int]:
+    value = config.get("eos_token_id")
+    listed = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(token) is int for token in listed):
+        raise ValueError(f"eos_token_id in {file} must be a token id or a list of them, but is {value!r}; correct it")
+    return listed

@@ -98,9 +98,15 @@ class Tokenizer:
         pieces = b"".join(self.piece(token_id, skip_special_tokens) for token_id in ids)
         return self.leading().strip(pieces.decode("utf-8", "replace"))
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """`decode` for tokens that come one at a time."""
-        return Detokenizer(lambda token_id: self.piece(token_id, skip_special_tokens), self.leading())
+    def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+        """`decode` for tokens that come one at a time and continue a prompt.
+
+        The text of the prompt and the new text are together what `decode` gives for all ids at once.
+        """
+        hidden = self.special_ids if skip_special_tokens else frozenset()
+        made = Detokenizer(self.piece, self.leading(), hidden)
+        made.follow(prompt_token_ids)
+        return made
 
     def leading(self) -> Leading:
         """A new object that strips from the start of a text what decoding removes there."""

@@ -80,32 +80,33 @@ def _chat_logprobs(request: RequestBody, completion: CompletionOutput) -> dict[s
 
 
 def _chat_token(token: int, entry: "Logprob") -> dict[str, Any]:
-    text = _token_text(token, entry)
-    return {"token": text, "logprob": _finite(entry.logprob), "bytes": list(text.encode("utf-8", "replace"))}
+    text, data = _token_text(token, entry), entry.token_bytes
+    spelled = text.encode("utf-8", "replace") if data is None else data
+    return {"token": text, "logprob": _finite(entry.logprob), "bytes": list(spelled)}
 
 
 def _completion_logprobs(request: RequestBody, completion: CompletionOutput) -> dict[str, Any] | None:
     if completion.logprobs is None:
         return None
     pairs = list(zip(completion.token_ids, completion.logprobs, strict=True))
-    tokens = [_token_text(token, logprobs[token]) for token, logprobs in pairs]
+    sampled = [(token, logprobs[token]) for token, logprobs in pairs]
     return {
-        "tokens": tokens,
-        "token_logprobs": [_finite(logprobs[token].logprob) for token, logprobs in pairs],
+        "tokens": [_token_text(*entry) for entry in sampled],
+        "token_logprobs": [_finite(entry.logprob) for _, entry in sampled],
         "top_logprobs": [
             {_token_text(token, entry): _finite(entry.logprob) for token, entry in _most_likely(request, logprobs)}
             for _, logprobs in pairs
         ],
-        "text_offset": _offsets(tokens),
+        "text_offset": _offsets(sampled),
     }
 
 
-def _offsets(tokens: Sequence[str]) -> list[int]:
-    """Characters before each token."""
+def _offsets(sampled: "Sequence[tuple[int, Logprob]]") -> list[int]:
+    """Characters of the text before each token. A token that adds no bytes to the text is not in it."""
     offset, offsets = 0, []
-    for token in tokens:
+    for token, entry in sampled:
         offsets.append(offset)
-        offset += len(token)
+        offset += 0 if entry.token_bytes == b"" else len(_token_text(token, entry))
     return offsets
 
 
