@@ -134,7 +134,8 @@ class Tokenizer:
         """Token ids of a conversation. Control tokens come from the template only, messages are plain text.
 
         Text parts of one message are joined by newlines. `chat_template_kwargs` are variables of the template: true,
-        false, a number or a string. Raises ValueError for what the template refuses.
+        false, a number or a string. The arguments of tool calls are objects, or the JSON texts of OpenAI's API. Raises
+        ValueError for what the template refuses, and for a template that breaks one of the `TemplateBounds`.
         """
         if not self._config.get("chat_template"):
             raise ValueError("chat needs a model with a chat template, but this one has none; use generate")
@@ -156,12 +157,12 @@ class Tokenizer:
     def _template_task(self, messages: list[dict[str, Any]], tools: Any, **task: Any) -> dict[str, Any]:
         """What the template process is asked for."""
         self._templates.start()  # it gets ready while transformers is imported here
-        renderer = self._chat_renderer
+        template = self._chat_template(tools)
         added = self._backend.get_added_tokens_decoder().values()
         task |= {
-            "template": renderer.get_chat_template(None, tools),
+            "template": template,
             "tools": tools,
-            "special_tokens": renderer.special_tokens_map,
+            "special_tokens": self._chat_renderer.special_tokens_map,
             "added_tokens": [(token.content, token.special) for token in added],
         }
         fitting = self._with_fitting_arguments(messages, task)
@@ -169,6 +170,13 @@ class Tokenizer:
         # Many templates fail on null, or write it, where they would pass over a missing key.
         shown = [{key: value for key, value in message.items() if value is not None} for message in fitting]
         return task | {"messages": shown}
+
+    def _chat_template(self, tools: Any) -> str:
+        """The only one, or of several that with the right name."""
+        try:
+            return self._chat_renderer.get_chat_template(None, tools)
+        except Exception as error:
+            raise ValueError(f"the model's chat template must be a text, but cannot be used: {error}") from error
 
     def _with_fitting_arguments(self, messages: list[dict[str, Any]], task: dict[str, Any]) -> list[dict[str, Any]]:
         """Arguments of tool calls that are JSON texts, as OpenAI's API gives them, in the form the template wants.
