@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dcpjax.api.checks import MAX_TOKEN_ID, is_integer
 from dcpjax.checkpoint.fp8_source import Block, Fp8Source, fp8_block
 from dcpjax.checkpoint.gguf_config import gguf_config
 from dcpjax.checkpoint.gguf_source import GGUFSource
@@ -18,6 +19,7 @@ from dcpjax.checkpoint.hub import read_json, resolve_model
 from dcpjax.checkpoint.presets import PRESETS
 from dcpjax.checkpoint.tokenizer import Tokenizer
 from dcpjax.checkpoint.weight_files import SafetensorsSource, TensorSource
+from dcpjax.models.config_values import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +42,8 @@ class ModelFiles:
 
         A chat model often keeps the generation_config.json of its base model, which lacks the token that ends a turn.
         """
-        text = self.config.get("text_config")
-        named = [
-            *_token_ids("generation_config.json", self.generation_config),
-            *_token_ids("config.json", self.config),
-            *_token_ids("config.json", text if isinstance(text, dict) else {}),
-        ]
+        sources = [self.generation_config, self.config, _text_config(self.config)]
+        named = [token for source in sources for token in _listed(source.get("eos_token_id"))]
         return list(dict.fromkeys(named if tokenizer_eos is None else [*named, tokenizer_eos]))
 
 
@@ -89,10 +87,14 @@ def _gguf_tokenizer(path: Path) -> Tokenizer | None:
 
 def _open_folder(folder: Path) -> ModelFiles:
     config = _config(folder)
+    generation_config = _optional_json(folder / "generation_config.json")
+    _check_token_ids(config, "config.json")
+    _check_token_ids(_text_config(config), "config.json: text_config")
+    _check_token_ids(generation_config, "generation_config.json")
     return ModelFiles(
         path=folder,
         config=config,
-        generation_config=_optional_json(folder / "generation_config.json"),
+        generation_config=generation_config,
         tensors=partial(_folder_tensors, folder, fp8_block(config)),
         tokenizer=partial(_folder_tokenizer, folder),
     )
@@ -119,9 +121,18 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def _token_ids(file: str, config: Mapping[str, Any]) -> list[int]:
-    value = config.get("eos_token_id")
-    listed = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(token) is int for token in listed):
-        raise ValueError(f"eos_token_id in {file} must be a token id or a list of them, but is {value!r}; correct it")
-    return listed
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a multimodal model's config that is about text."""
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else {}
+
+
+def _listed(value: Any) -> list[int]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _check_token_ids(entries: dict[str, Any], file: str) -> None:
+    for key in ("bos_token_id", "eos_token_id"):
+        value = entries.get(key)
+        if not all(is_integer(token_id) and 0 <= token_id <= MAX_TOKEN_ID for token_id in _listed(value)):
+            raise ValueError(f"{file}: {key} must be a token id or a list of them, but is {shown(value)}")

@@ -3,8 +3,9 @@
 What is wrong with one prompt becomes that submission's error; the others are not affected.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from dcpjax.checkpoint.model_files import ModelFiles
 from dcpjax.checkpoint.tokenizer import Tokenizer
 from dcpjax.engine.request import Request
 from dcpjax.frontend.completion import RunningPrompt
+from dcpjax.frontend.prompt_length import check_text, check_tokens, texts_of
 from dcpjax.frontend.submission import Submission
 from dcpjax.frontend.text import TextStream
 from dcpjax.sampling.bad_words import bad_word_ids
@@ -43,8 +45,9 @@ class Intake:
         self.default_params = _default_params(files.generation_config)
         self._engine = engine
         self._eos_token_ids = set(files.end_token_ids(tokenizer.eos_token_id if tokenizer else None))
-        self._num_requests = 0
+        self._numbers = itertools.count()
         self._guides: GuideMaker | None = None
+        self._bad_words = lru_cache(maxsize=16)(self._tokenised_bad_words)  # many prompts share their params
 
     def submissions(self, prompts: Any, sampling_params: Any, priority: Any = None) -> list[Submission]:
         """One for each prompt. Raises ValueError for lists of different lengths."""
@@ -78,7 +81,7 @@ class Intake:
                 prompt_token_ids=ids,
                 priority=priority,
                 cache_salt=_checked_salt(cache_salt),
-                bad_words=self._bad_words(params),
+                bad_words=self._bad_words(tuple(params.bad_words or ())),
                 make_guide=self._guide_maker(params, ids),
             )
         except ValueError as error:
@@ -98,6 +101,8 @@ class Intake:
         if self.tokenizer is None:
             raise ValueError("chat must have a tokenizer, but the model has none; use generate with token ids")
         try:
+            for text in texts_of(conversation):
+                self._check_text(text)
             ids = self.tokenizer.apply_chat_template(conversation, **template)
         except ValueError as error:
             return Submission(index=index, params=params, error=str(error))
@@ -153,7 +158,10 @@ class Intake:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, but the model has none; give token ids")
+            self._check_text(prompt)
             return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
+            check_tokens(prompt.size if isinstance(prompt, np.ndarray) else len(prompt), self.max_model_len)
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes) or np.ndim(prompt) != 1:
             raise ValueError(f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}")
         return None, [_token_id(token, self.vocab_size) for token in prompt]
@@ -161,19 +169,21 @@ class Intake:
     def _check_length(self, ids: list[int]) -> None:
         if not ids:
             raise ValueError("a prompt must hold at least one token, but is empty")
-        if len(ids) >= self.max_model_len:
-            raise ValueError(
-                f"a prompt must hold at most {self.max_model_len - 1} tokens (max_model_len={self.max_model_len} "
-                f"leaves one to generate), but holds {len(ids)}"
-            )
+        check_tokens(len(ids), self.max_model_len)
 
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        if not params.bad_words:
+    def _check_text(self, text: str) -> None:
+        """Refuse a text that alone is too long, before all of it is tokenised."""
+        tokenizer = self.tokenizer
+        if tokenizer is not None:
+            check_text(text, self.max_model_len, lambda piece: tokenizer.encode(piece, add_special_tokens=False))
+
+    def _tokenised_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        if not words:
             return ()
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise ValueError("bad_words must have a tokenizer, but the model has none; use logit_bias with token ids")
-        return bad_word_ids(params.bad_words, lambda word: tokenizer.encode(word, add_special_tokens=False))
+        return bad_word_ids(words, lambda word: tokenizer.encode(word, add_special_tokens=False))
 
     def _guide_maker(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> Any:
         """A maker of fresh guides, one for each completion; None if the output is free."""
@@ -191,7 +201,7 @@ class Intake:
 
     def _request(self, submission: Submission, index: int, **options: Any) -> Request:
         """The request of completion number `index`. The result shows the metrics of completion 0."""
-        number, self._num_requests = self._num_requests, self._num_requests + 1
+        number = next(self._numbers)
         params, room = submission.params, self.max_model_len - len(submission.prompt_token_ids)
         ends = set(params.stop_tokens) | (set() if params.ignore_eos else self._eos_token_ids)
         return Request(

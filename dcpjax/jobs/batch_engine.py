@@ -52,12 +52,17 @@ class BatchEngine:
 
     def advance(self) -> list[tuple[int, RequestOutput]]:
         """Run one step; the requests that it finished."""
-        if self._llm.engine.has_work:
-            self._llm.advance()
+        self._llm.advance()
         keys = {event.prompt_index for event in self._events} & self._running.keys()
         self._events.clear()
         finished = sorted(key for key in keys if self._running[key].output.finished)
         return [(key, self._running.pop(key).output) for key in finished]
+
+    def drop_waiting(self) -> list[int]:
+        """Drop the requests of which a completion has not begun; their keys."""
+        waiting = [key for key, prompt in self._running.items() if not prompt.has_begun]
+        self._llm.abandon([self._running.pop(key) for key in waiting])
+        return waiting
 
     def abort(self) -> None:
         """Drop everything that has not finished."""

@@ -180,6 +180,9 @@ class _NoEngine:
     def advance(self) -> list[Any]:
         return []
 
+    def drop_waiting(self) -> list[int]:
+        return []
+
     def abort(self) -> None:
         pass
 

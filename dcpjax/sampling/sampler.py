@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from dcpjax.engine.request import Request
 from dcpjax.sampling.argmax import argmax
@@ -27,6 +26,7 @@ from dcpjax.sampling.sampler_arrays import (
     build_truncation,
 )
 from dcpjax.sampling.scoring import Logprobs, score, shared_num_logprobs
+from dcpjax.sharding import struct
 
 
 @struct.dataclass
@@ -42,7 +42,7 @@ class SamplingBatch:
     allowed: jax.Array | None
     penalties: Penalties | None
     # how many of the most likely tokens are reported; -1 is all
-    num_logprobs: int | None = struct.field(pytree_node=False)
+    num_logprobs: int | None = struct.static()
 
     @classmethod
     def build(cls, requests: Sequence[Request], num_rows: int, vocab_size: int) -> "SamplingBatch":
