@@ -479,7 +479,7 @@ def test_a_template_list_of_another_form_is_refused(folder):
 @pytest.mark.parametrize("template", [{"tool_use": "a"}, 3])
 def test_a_template_that_is_none_is_a_sentence(folder, template):
     save(folder, byte_fallback_backend(), chat_template=template)
-    with pytest.raises(ValueError, match="the model's chat template must be a text|must fit the model's chat template"):
+    with pytest.raises(ValueError, match=r"must be a text|must fit the model's chat template"):
         chat_text(folder)
 
 
