@@ -4,7 +4,7 @@ No code from a checkpoint is run: `auto_map` and other unknown keys of a config 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,15 @@ class ModelFiles:
     tensors: Callable[[], TensorSource]
     # None where the model comes without a tokenizer.
     tokenizer: Callable[[], Tokenizer | None]
+
+    def end_token_ids(self, tokenizer_eos: int | None) -> list[int]:
+        """The tokens that end a text: all that generation_config.json, config.json or the tokenizer name.
+
+        A chat model often keeps the generation_config.json of its base model, which lacks the token that ends a turn.
+        """
+        sources = [self.generation_config, self.config, _text_config(self.config)]
+        named = [token for source in sources for token in _listed(source.get("eos_token_id"))]
+        return list(dict.fromkeys(named if tokenizer_eos is None else [*named, tokenizer_eos]))
 
 
 def open_model(model: str | os.PathLike[str]) -> ModelFiles:
@@ -89,6 +98,7 @@ def _open_folder(folder: Path) -> ModelFiles:
     config = _config(folder)
     generation_config = _optional_json(folder / "generation_config.json")
     _check_token_ids(config, "config.json")
+    _check_token_ids(_text_config(config), "config.json: text_config")
     _check_token_ids(generation_config, "generation_config.json")
     return ModelFiles(
         path=folder,
@@ -120,9 +130,18 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a multimodal model's config that is about text."""
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else {}
+
+
+def _listed(value: Any) -> list[int]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
 def _check_token_ids(entries: dict[str, Any], file: str) -> None:
     for key in ("bos_token_id", "eos_token_id"):
         value = entries.get(key)
-        ids = value if isinstance(value, list) else [value] if value is not None else []
-        if not all(is_integer(token_id) and 0 <= token_id <= MAX_TOKEN_ID for token_id in ids):
+        if not all(is_integer(token_id) and 0 <= token_id <= MAX_TOKEN_ID for token_id in _listed(value)):
             raise ValueError(f"{file}: {key} must be a token id or a list of them, but is {shown(value)}")

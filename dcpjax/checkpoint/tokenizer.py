@@ -1,7 +1,7 @@
 """Text to token ids and back, and chat messages to token ids.
 
 From tokenizer.json and tokenizer_config.json, or from the vocabulary inside a GGUF file. Chat templates come from the
-checkpoint only, and transformers' sandbox renders them, in `_render_chat`.
+checkpoint only, and transformers' sandbox renders them, in a process of its own (`template_process`).
 """
 
 import contextlib
@@ -19,12 +19,21 @@ from dcpjax.checkpoint.gguf_header import read_header
 from dcpjax.checkpoint.gguf_tokenizer import gguf_backend, gguf_tokenizer_config
 from dcpjax.checkpoint.hub import read_json
 from dcpjax.checkpoint.interruptible import interruptibly
-from dcpjax.checkpoint.messages import check_tools, checked_messages, nested_keys
+from dcpjax.checkpoint.messages import (
+    check_tools,
+    checked_messages,
+    decoded_arguments,
+    nested_keys,
+    with_arguments,
+)
 from dcpjax.checkpoint.plain_file import MOST_BYTES, check_plain_file, read_text
+from dcpjax.checkpoint.template_process import TemplateProcess, template_process
 
 TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TOKEN_ID = 2**32 - 1
 LONG_TEXT = 1 << 15  # characters: from here on, tokenising takes longer than some ten milliseconds
+# a tool call's arguments, which show how a template takes a text
+PROBE = '{"probe of arguments": "as a text"}'
 # arguments of transformers' apply_chat_template, which `chat_template_kwargs` must not set
 RENDER_ARGUMENTS = frozenset(
     [
@@ -60,6 +69,7 @@ class Tokenizer:
         self._config = config
         self._rule = decoding_rule(backend.decoder)
         self._pieces: dict[int, bytes] = {}
+        self._templates: TemplateProcess = template_process()
         self._rendering = Lock()  # the renderer sets options of its tokenizer, which fails while another thread uses it
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
@@ -107,9 +117,15 @@ class Tokenizer:
         pieces = b"".join(self.piece(token_id, skip_special_tokens) for token_id in ids)
         return self.leading().strip(pieces.decode("utf-8", "replace"))
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """`decode` for tokens that come one at a time."""
-        return Detokenizer(lambda token_id: self.piece(token_id, skip_special_tokens), self.leading())
+    def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+        """`decode` for tokens that come one at a time and continue a prompt.
+
+        The text of the prompt and the new text are together what `decode` gives for all ids at once.
+        """
+        hidden = self.special_ids if skip_special_tokens else frozenset()
+        made = Detokenizer(self.piece, self.leading(), hidden)
+        made.follow(prompt_token_ids)
+        return made
 
     def leading(self) -> Leading:
         """A new object that strips from the start of a text what decoding removes there."""
@@ -128,23 +144,67 @@ class Tokenizer:
         """Token ids of a conversation. Control tokens come from the template only, messages are plain text.
 
         Text parts of one message are joined by newlines. `chat_template_kwargs` are variables of the template: true,
-        false, a number or a string. `chat_template` replaces the checkpoint's own. Raises ValueError for what the
-        template refuses.
+        false, a number or a string. `chat_template` replaces the checkpoint's own. The arguments of tool calls are
+        objects, or the JSON texts of OpenAI's API. Raises ValueError for what the template refuses, and for a template
+        that breaks one of the `TemplateBounds`.
         """
         _check_chat_template(chat_template, self._config.get("chat_template"))
         if add_generation_prompt and continue_final_message:
             raise ValueError("add_generation_prompt must be False when continue_final_message is True")
         checked = checked_messages(messages)
         check_tools(tools)
-        self._check_no_control_tokens([checked, tools])
-        return self._render_chat(
+        task = self._template_task(
             checked,
             tools=tools and list(tools),
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
             chat_template=chat_template,
-            **self._checked_template_kwargs(chat_template_kwargs or {}),
+            options={
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+            },
+            switches=self._checked_template_kwargs(chat_template_kwargs or {}),
         )
+        return self._encode_marked(self._templates.render(task))
+
+    def _template_task(
+        self, messages: list[dict[str, Any]], tools: Any, chat_template: str | None, **task: Any
+    ) -> dict[str, Any]:
+        """What the template process is asked for."""
+        self._templates.start()  # it gets ready while transformers is imported here
+        template = self._chat_template(chat_template, tools)
+        added = self._backend.get_added_tokens_decoder().values()
+        task |= {
+            "template": template,
+            "tools": tools,
+            "special_tokens": self.hugging_face.special_tokens_map,
+            "added_tokens": [(token.content, token.special) for token in added],
+        }
+        fitting = self._with_fitting_arguments(messages, task)
+        self._check_no_control_tokens([fitting, tools])
+        # Many templates fail on null, or write it, where they would pass over a missing key.
+        shown = [{key: value for key, value in message.items() if value is not None} for message in fitting]
+        return task | {"messages": shown}
+
+    def _chat_template(self, given: str | None, tools: Any) -> str:
+        """The one that is given, the checkpoint's only one, or of several that with the right name."""
+        try:
+            return self.hugging_face.get_chat_template(given, tools)
+        except Exception as error:
+            raise ValueError(f"the model's chat template must be a text, but cannot be used: {error}") from error
+
+    def _with_fitting_arguments(self, messages: list[dict[str, Any]], task: dict[str, Any]) -> list[dict[str, Any]]:
+        """Arguments of tool calls that are JSON texts, as OpenAI's API gives them, in the form the template wants.
+
+        A template that writes a text as it stands gets the text, any other (that reads entries, or uses `tojson`) the
+        object that it spells.
+        """
+        probe = with_arguments(messages, lambda place, text: PROBE)
+        if probe == messages:
+            return messages
+        try:
+            keeps_text = PROBE in self._templates.render(task | {"messages": probe})
+        except ValueError:
+            keeps_text = False
+        return messages if keeps_text else with_arguments(messages, decoded_arguments)
 
     def _checked_template_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in kwargs.items():
@@ -184,18 +244,15 @@ class Tokenizer:
             if found:
                 raise ValueError(f"a key must not spell a control token, but {key!r} holds {found!r}; rename it")
 
-    def _render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """The only place where a template runs: transformers' sandbox, which also escapes control tokens."""
+    def _encode_marked(self, text: str) -> list[int]:
+        """Token ids of a rendered text. What is marked spells control tokens, but is the user's: it is plain text."""
+        from transformers.utils.chat_template_utils import encode_marked_chat
+
         try:
             with self._rendering:
-                return self.hugging_face.apply_chat_template(
-                    messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
-                )
-        except Exception as error:  # A template is third-party text: it can fail in any way.
-            raise ValueError(
-                f"messages must fit the model's chat template, but it refused them: {error}; "
-                "see which roles and fields the model's page names"
-            ) from error
+                return encode_marked_chat(self.hugging_face, text)
+        except Exception as error:  # the tokenizer's library raises the bare Exception
+            raise ValueError(f"messages must fit the model's tokenizer, but it refused them: {error}") from error
 
     @cached_property
     def hugging_face(self) -> Any:

@@ -5,7 +5,7 @@ What is wrong with one prompt becomes that submission's error; the others are no
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from dcpjax.api.config import EngineConfig
 from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.api.vllm_options import PROMPT, without_neutral
+from dcpjax.checkpoint.detokenizer import Detokenizer
 from dcpjax.checkpoint.model_files import ModelFiles
 from dcpjax.checkpoint.tokenizer import Tokenizer
 from dcpjax.engine.request import Request
@@ -46,7 +47,7 @@ class Intake:
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.default_params = _default_params(files.generation_config)
         self._engine = engine
-        self.eos_token_ids = _eos_token_ids(files, tokenizer)
+        self.eos_token_ids = set(files.end_token_ids(tokenizer.eos_token_id if tokenizer else None))
         self._numbers = itertools.count()
         self._request_ids = map(str, itertools.count())
         self._guides: GuideMaker | None = None
@@ -87,7 +88,7 @@ class Intake:
                 priority=priority,
                 cache_salt=_checked_salt(cache_salt),
                 bad_words=self._bad_words(tuple(params.bad_words or ())),
-                make_guide=self._guide_maker(params),
+                make_guide=self._guide_maker(params, ids),
             )
         except ValueError as error:
             text = prompt if isinstance(prompt, str) else None
@@ -123,11 +124,7 @@ class Intake:
             for index in range(1, submission.params.n)
         )
         for request in (first, *rest):
-            prompt.add(request, self._stream(submission.params), self.decode)
-
-    def decode(self, token_id: int) -> str | None:
-        """The text of one token, for log-probabilities. None without a tokenizer."""
-        return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
+            prompt.add(request, self._stream(submission), partial(self._detokenizer, submission.params))
 
     def _refused(self, index: int, params: SamplingParams, error: ValueError, prompt: str | None = None) -> Submission:
         return Submission(
@@ -211,7 +208,7 @@ class Intake:
             raise ValueError("bad_words must have a tokenizer, but the model has none; use logit_bias with token ids")
         return bad_word_ids(words, lambda word: tokenizer.encode(word, add_special_tokens=False))
 
-    def _guide_maker(self, params: SamplingParams) -> Any:
+    def _guide_maker(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> Any:
         """A maker of fresh guides, one for each completion; None if the output is free."""
         wanted = params.structured_outputs
         if wanted is None:
@@ -220,9 +217,9 @@ class Intake:
             raise ValueError("structured_outputs must have a tokenizer, but the model has none")
         if self._guides is None:
             self._guides = GuideMaker(self.tokenizer, self.vocab_size, self.eos_token_ids)
-        maker = self._guides
-        maker.make(wanted).mask()  # refuses what is wrong before anything runs
-        return lambda: maker.make(wanted)
+        maker, leading = self._guides, self.tokenizer.detokenizer(params.skip_special_tokens, prompt_token_ids).leading
+        maker.make(wanted, leading).mask()  # refuses what is wrong before anything runs
+        return lambda: maker.make(wanted, leading)
 
     def _request(self, submission: Submission, index: int, **options: Any) -> Request:
         """The request of completion number `index`. The result shows the metrics of completion 0."""
@@ -243,10 +240,16 @@ class Intake:
             **{"metrics": RequestMetrics(submission.arrival_time), **options},
         )
 
-    def _stream(self, params: SamplingParams) -> TextStream:
-        shows = self.tokenizer is not None and params.detokenize
-        detokenizer = self.tokenizer.detokenizer(params.skip_special_tokens) if self.tokenizer and shows else None
-        return TextStream(detokenizer, params)
+    def _stream(self, submission: Submission) -> TextStream:
+        params = submission.params
+        shown = self._detokenizer(params, submission.prompt_token_ids) if params.detokenize else None
+        return TextStream(shown, params)
+
+    def _detokenizer(self, params: SamplingParams, token_ids: Sequence[int]) -> Detokenizer | None:
+        """Of what follows these tokens; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.detokenizer(params.skip_special_tokens, token_ids)
 
 
 def _listed_prompts(prompts: Any) -> list[Any]:
@@ -291,15 +294,6 @@ def _seed(params: SamplingParams, index: int, engine_seed: int, number: int) -> 
         return (params.seed + index) % 2**64
     high, low = np.random.SeedSequence([engine_seed % 2**64, number]).generate_state(2)
     return int(high) << 32 | int(low)
-
-
-def _eos_token_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> set[int]:
-    """generation_config.json's, else config.json's, else the tokenizer's."""
-    fallback = None if tokenizer is None else tokenizer.eos_token_id
-    for found in (files.generation_config.get("eos_token_id"), files.config.get("eos_token_id"), fallback):
-        if found is not None:
-            return set(found) if isinstance(found, list) else {found}
-    return set()
 
 
 def _default_params(generation_config: Mapping[str, Any]) -> SamplingParams:

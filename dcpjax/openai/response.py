@@ -107,8 +107,9 @@ def _chat_logprobs(request: RequestBody, completion: CompletionOutput) -> dict[s
 
 
 def _chat_token(token: int, entry: "Logprob") -> dict[str, Any]:
-    text = _token_text(token, entry)
-    return {"token": text, "logprob": _finite(entry.logprob), "bytes": list(text.encode("utf-8", "replace"))}
+    text, data = _token_text(token, entry), entry.token_bytes
+    spelled = text.encode("utf-8", "replace") if data is None else data
+    return {"token": text, "logprob": _finite(entry.logprob), "bytes": list(spelled)}
 
 
 def _completion_logprobs(
@@ -129,7 +130,7 @@ def _completion_logprobs(
         "tokens": tokens,
         "token_logprobs": [logprobs and _finite(logprobs[token].logprob) for token, logprobs in pairs],
         "top_logprobs": [logprobs and _top_logprobs(request, logprobs) for _, logprobs in pairs],
-        "text_offset": _offsets(tokens),
+        "text_offset": _offsets(tokens, [logprobs and logprobs[token] for token, logprobs in pairs]),
     }
 
 
@@ -143,12 +144,12 @@ def _first_text(prompt: str, tokens: Sequence[str]) -> str:
     return prompt.removesuffix(others) if prompt.endswith(others) else tokens[0]
 
 
-def _offsets(tokens: Sequence[str]) -> list[int]:
-    """Characters before each token."""
+def _offsets(tokens: Sequence[str], entries: "Sequence[Logprob | None]") -> list[int]:
+    """Characters of the text before each token. A token that adds no bytes to the text is not in it."""
     offset, offsets = 0, []
-    for token in tokens:
+    for token, entry in zip(tokens, entries, strict=True):
         offsets.append(offset)
-        offset += len(token)
+        offset += 0 if entry is not None and entry.token_bytes == b"" else len(token)
     return offsets
 
 

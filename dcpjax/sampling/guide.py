@@ -44,32 +44,31 @@ class GuideMaker:
         self._library = _llguidance()
         vocabulary = _Vocabulary(tokenizer, vocab_size, ends)
         self._vocabulary = self._library.LLTokenizer(vocabulary, eos_token=ends)
-        self._leading = vocabulary.leading
+        leading = tokenizer.leading()
+        self._leading = leading.character * leading.count
         self._mask_words = -(-vocab_size // 32)
         self._compiled = lru_cache(COMPILED_GRAMMARS)(self._compile)
 
-    def make(self, spec: StructuredOutputsParams) -> "Guide":
-        r"""A guide at the start of a text. Raises ValueError for a spec that is invalid or that no text can follow.
+    def make(self, spec: StructuredOutputsParams, leading: str | None = None) -> "Guide":
+        r"""A guide at the start of the generated text.
+
+        `leading` is what the detokenizer still strips from the start, by default as where there is no prompt. Raises
+        ValueError for a spec that is invalid or that no text can follow.
 
         Regular expressions have the syntax of Rust's regex crate and must match the whole text; `\d` matches any
         Unicode digit.
         """
         kind = next(name for name in KINDS if getattr(spec, name) is not None)
-        compiled = self._compiled(kind, self._grammar(kind, getattr(spec, kind)))
+        before = self._leading if leading is None else leading
+        compiled = self._compiled(kind, self._grammar(kind, getattr(spec, kind), before))
         return Guide(compiled.deep_copy(), self._mask_words, kind)
 
-    def _grammar(self, kind: str, value: Any) -> str:
+    def _grammar(self, kind: str, value: Any, leading: str) -> str:
         """The grammar in the JSON form that llguidance reads, the same for every kind."""
         try:
-            return json.dumps({"grammars": self._after_leading(self._rule(kind, value))}, allow_nan=False)
+            return json.dumps({"grammars": _after_leading(leading, self._rule(kind, value))}, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise _refusal(kind, str(error)) from error
-
-    def _after_leading(self, guided: dict[str, Any]) -> list[dict[str, Any]]:
-        """Put the characters that the tokenizer strips from the start of a text (often a space) before the grammar."""
-        if not self._leading:
-            return [guided]
-        return [{"lark_grammar": f"start: {json.dumps(self._leading)} @guided"}, guided | {"name": "guided"}]
 
     def _rule(self, kind: str, value: Any) -> dict[str, Any]:
         """The user's constraint as one llguidance grammar."""
@@ -146,8 +145,6 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
-        leading = tokenizer.leading()
-        self.leading = leading.character * leading.count
         self.eos_token_id = ends[0]
         self.tokens = [tokenizer.piece(token_id) for token_id in range(vocab_size)]
         # Special tokens add no text: they are allowed only where the grammar names them.
@@ -180,6 +177,13 @@ class _Vocabulary:
     def _longest_match(self, rest: bytes) -> bytes:
         sizes = range(min(len(rest), self._longest), 0, -1)
         return next((rest[:size] for size in sizes if rest[:size] in self._ids), b"")
+
+
+def _after_leading(leading: str, guided: dict[str, Any]) -> list[dict[str, Any]]:
+    """Put the characters that decoding strips from the start of a text (often a space) before the grammar."""
+    if not leading:
+        return [guided]
+    return [{"lark_grammar": f"start: {json.dumps(leading)} @guided"}, guided | {"name": "guided"}]
 
 
 def _schema(value: str | Mapping[str, Any]) -> dict[str, Any]:

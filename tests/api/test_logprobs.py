@@ -127,7 +127,7 @@ def test_of_equally_likely_tokens_each_has_the_rank_of_its_place():
 
 
 def test_entries_are_plain_numbers_and_text_comes_from_the_caller():
-    for token, entry in as_dict(11, 2, decode=lambda token: f"<{token}>").items():
+    for token, entry in as_dict(11, 2, spell=lambda token: (f"<{token}>", bytes([token]))).items():
         assert (type(token), type(entry.logprob), type(entry.rank)) == (int, float, int)
-        assert entry.decoded_token == f"<{token}>"
-    assert as_dict(11, 2)[11].decoded_token is None
+        assert (entry.decoded_token, entry.token_bytes) == (f"<{token}>", bytes([token]))
+    assert (as_dict(11, 2)[11].decoded_token, as_dict(11, 2)[11].token_bytes) == (None, None)

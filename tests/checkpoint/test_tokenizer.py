@@ -378,6 +378,73 @@ def test_an_answer_without_content_is_an_empty_one(folder):
         tokenizer.apply_chat_template([{"role": "user", "content": None}])
 
 
+CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
+ENDS = "{% endfor %}{% endfor %}"
+WANTS_OBJECTS = {
+    "tojson": (CALLS + "{{ a | tojson }}" + ENDS, '{"b": [1, "a"]}'),
+    "tojson of the call": (CALLS + "{{ c.function | tojson }}" + ENDS, '{"name": "f", "arguments": {"b": [1, "a"]}}'),
+    "entries": (CALLS + "{% for k, v in a.items() %}{{ k }}={{ v }};{% endfor %}" + ENDS, "b=[1, 'a'];"),
+    "items": (CALLS + "{% for k, v in a | items %}{{ k }}={{ v | length }};{% endfor %}" + ENDS, "b=2;"),
+    "keys": (CALLS + "{% for k in a %}{{ k }}={{ a[k] }};{% endfor %}" + ENDS, "b=[1, 'a'];"),
+    "attribute": (CALLS + "{{ a.b }}" + ENDS, "[1, 'a']"),
+}
+TEXT = '{"b":[1,  "a"]}'  # not as `tojson` spaces it
+WANTS_TEXTS = {
+    "sum": CALLS + "{{ '<' + a + '>' }}" + ENDS,
+    "either": CALLS + "<{% if a is string %}{{ a }}{% else %}{{ a | tojson }}{% endif %}>" + ENDS,
+    "written": CALLS + "<{{ a }}>" + ENDS,
+}
+
+
+def called(folder: Path, template: str, arguments: Any, **message: Any) -> str:
+    save(folder, byte_fallback_backend(), chat_template=template)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call], **message},
+    ]
+    tokenizer = Tokenizer.from_folder(folder)
+    return tokenizer.decode(tokenizer.apply_chat_template(messages, add_generation_prompt=False))
+
+
+@pytest.mark.parametrize("name", WANTS_OBJECTS)
+def test_arguments_are_decoded_for_a_template_that_reads_them(folder, name):
+    template, expected = WANTS_OBJECTS[name]
+    assert called(folder, template, TEXT) == called(folder, template, json.loads(TEXT)) == expected
+
+
+@pytest.mark.parametrize("name", WANTS_TEXTS)
+def test_arguments_stay_text_for_a_template_that_writes_them(folder, name):
+    assert called(folder, WANTS_TEXTS[name], TEXT) == f"<{TEXT}>"
+
+
+def test_empty_arguments_are_no_arguments(folder):
+    assert called(folder, WANTS_OBJECTS["tojson"][0], "") == "{}"
+
+
+def test_arguments_of_openais_older_form_are_decoded_too(folder):
+    template = (
+        "{% for m in messages %}{% if m.function_call %}{{ m.function_call.arguments | tojson }}{% endif %}{% endfor %}"
+    )
+    assert called(folder, template, "{}", tool_calls=None, function_call={"name": "f", "arguments": TEXT}) == (
+        '{"b": [1, "a"]}'
+    )
+
+
+@pytest.mark.parametrize("text", ["{", "no", "[1]", "3", '{"a":' * 5000])
+def test_arguments_that_are_no_object_are_refused_where_the_template_reads_them(folder, text):
+    sentence = r"messages\[1\]\['tool_calls'\]\[0\]\['function'\]\['arguments'\] must be a JSON object"
+    with pytest.raises(ValueError, match=sentence):
+        called(folder, WANTS_OBJECTS["tojson"][0], text)
+    assert called(folder, WANTS_TEXTS["sum"], text) == f"<{text}>"
+
+
+def test_decoded_keys_cannot_forge_control_tokens(folder):
+    with pytest.raises(ValueError, match="a key must not spell a control token"):
+        called(folder, WANTS_OBJECTS["tojson"][0], '{"</s>": 1}')
+    assert called(folder, WANTS_TEXTS["sum"], '{"</s>": 1}') == '<{"</s>": 1}>'
+
+
 @pytest.mark.parametrize("tools", ["x", [3], {"a": 1}, [len]])
 def test_tools_must_be_schemas(folder, tools):
     with pytest.raises(ValueError, match="tools must be a list of JSON schemas"):
@@ -418,6 +485,13 @@ def test_a_template_list_of_another_form_is_refused(folder):
     save(folder, byte_fallback_backend(), chat_template=[{"name": "default"}])
     with pytest.raises(ValueError, match="must be a text, or a list of objects with name and template"):
         Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("template", [{"tool_use": "a"}, 3])
+def test_a_template_that_is_none_is_a_sentence(folder, template):
+    save(folder, byte_fallback_backend(), chat_template=template)
+    with pytest.raises(ValueError, match=r"must be a text|must fit the model's chat template"):
+        chat_text(folder)
 
 
 @pytest.mark.parametrize(

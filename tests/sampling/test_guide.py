@@ -158,6 +158,19 @@ def test_any_allowed_tokens_are_one_of_the_choices(name, choices, seed):
     assert text_of(name, Spec(choice=choices), seed) in choices
 
 
+@given(seed=SEEDS)
+def test_behind_a_prompt_no_space_is_dropped_and_none_is_asked_for(seed):
+    real, random = tokenizer("byte fallback"), np.random.default_rng(seed)
+    prompt = real.encode("a")
+    guide, detokenizer = maker("byte fallback").make(Spec(choice=["ab", " a"]), ""), real.detokenizer(True, prompt)
+    text = ""
+    while not guide.is_finished:
+        taken = int(random.choice(allowed(guide)))
+        guide.advance(taken)
+        text += detokenizer.append(taken)
+    assert text in ("ab", " a")
+
+
 @tokenizers
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_choice_can_be_spelled(name, choice):
