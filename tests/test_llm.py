@@ -300,6 +300,36 @@ def test_options_of_one_request_do_not_fail_its_neighbours(llm: LLM) -> None:
     assert tokens([good]) == tokens(llm.generate("xyz", GREEDY))
 
 
+NOTHING_LEFT = [
+    ({"allowed_token_ids": [21], "bad_words": ["1"]}, "allowed_token_ids, bad_words"),
+    ({"allowed_token_ids": [0], "min_tokens": 3}, "allowed_token_ids, min_tokens"),
+]
+
+
+@pytest.mark.parametrize(("options", "names"), NOTHING_LEFT, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1e38])
+def test_a_request_whose_options_leave_no_token_is_an_error_and_its_neighbours_are_the_same(
+    llm: LLM, options: dict[str, Any], names: str, temperature: float
+) -> None:
+    banned = SamplingParams(temperature=temperature, **options)
+    free = tokens(llm.generate(["abc", "xyz"], GREEDY))
+    before, bad, after = llm.generate(["abc", "q", "xyz"], [GREEDY, banned, GREEDY])
+    assert bad.error == (
+        f"the options {names} must leave a token to choose, but ban every one for token number 1; loosen one of them"
+    )
+    assert bad.outputs[0].token_ids == []
+    assert tokens([before, after]) == free
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("options", [{"temperature": 1e38}, {"repetition_penalty": 1.2e-38}, {"temperature": 3.4e38}])
+def test_extreme_numbers_warn_nobody_and_choose_only_what_is_allowed(llm: LLM, options: dict[str, Any]) -> None:
+    params = SamplingParams(**options, allowed_token_ids=[20, 21], max_tokens=6, min_tokens=6)
+    (found,) = tokens(llm.generate([[20, 21, 0]], params))
+    assert len(found) == 6
+    assert set(found) <= {20, 21}
+
+
 @pytest.mark.parametrize("messages", ["What is it?", {"role": "user", "content": "x"}, None, 5])
 def test_messages_that_are_no_list_are_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(ValueError, match="messages must be a list of"):

@@ -10,6 +10,8 @@ from typing import Any
 
 from dcpjax.api.bitmask import pack
 from dcpjax.api.checks import (
+    LARGEST_FLOAT32,
+    LEAST_FLOAT32,
     check_bool,
     check_integer,
     check_number,
@@ -17,6 +19,7 @@ from dcpjax.api.checks import (
     checked_token_id,
     checked_token_ids,
     from_options,
+    is_nan,
 )
 from dcpjax.api.structured_outputs import StructuredOutputsParams
 
@@ -103,10 +106,10 @@ class SamplingParams:
             )
 
     def _check_numbers(self) -> None:
-        check_number("temperature", self.temperature, 0.0, math.inf)
+        check_number("temperature", self.temperature, 0.0, LARGEST_FLOAT32)
         check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         check_number("min_p", self.min_p, 0.0, 1.0)
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        check_number("repetition_penalty", self.repetition_penalty, LEAST_FLOAT32, LARGEST_FLOAT32)
         check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_integer("n", self.n, 1)
@@ -147,7 +150,7 @@ class SamplingParams:
             if isinstance(value, Integral) and not isinstance(value, bool):
                 object.__setattr__(self, field.name, int(value))
             elif isinstance(value, Real) and not isinstance(value, bool):
-                object.__setattr__(self, field.name, float(value))
+                object.__setattr__(self, field.name, _plain_float(value))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -213,7 +216,14 @@ def _biases(biases: Any) -> dict[int, float]:
     found = {}
     for token, bias in biases.items():
         token = int(token) if isinstance(token, str) and token.isdecimal() else token
-        if isinstance(bias, bool) or not isinstance(bias, Real) or math.isnan(bias):
+        if isinstance(bias, bool) or not isinstance(bias, Real) or is_nan(bias):
             raise ValueError(f"logit_bias must hold numbers, but holds {bias!r} for token {token}")
-        found[checked_token_id("logit_bias", token)] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, float(bias)))
+        found[checked_token_id("logit_bias", token)] = float(min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, bias)))
     return found
+
+
+def _plain_float(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a fraction beyond the largest float
+        return math.inf if value > 0 else -math.inf

@@ -14,13 +14,21 @@ from flax import struct
 
 from dcpjax.engine.request import Request
 from dcpjax.sampling.argmax import argmax
-from dcpjax.sampling.processors import apply_allowed_tokens, apply_bias, apply_penalties, apply_truncation
+from dcpjax.sampling.processors import (
+    apply_allowed_tokens,
+    apply_bans,
+    apply_bias,
+    apply_penalties,
+    apply_temperature,
+    apply_truncation,
+)
 from dcpjax.sampling.sampler_arrays import (
     Bias,
     Draw,
     Penalties,
     Truncation,
     build_allowed,
+    build_banned,
     build_bias,
     build_draw,
     build_penalties,
@@ -38,6 +46,8 @@ class SamplingBatch:
     draw: Draw | None
     truncation: Truncation | None
     bias: Bias | None
+    # [B, banned] int32, host: tokens that may not be chosen, -1 for padding
+    banned: jax.Array | None
     # [B, ceil(V / 32)] uint32, host: a bit for each token that may be chosen
     allowed: jax.Array | None
     penalties: Penalties | None
@@ -54,6 +64,7 @@ class SamplingBatch:
             draw=build_draw(requests, num_rows),
             truncation=build_truncation(requests, num_rows, vocab_size),
             bias=build_bias(requests, num_rows),
+            banned=build_banned(requests, num_rows),
             allowed=build_allowed(requests, num_rows, vocab_size),
             penalties=build_penalties(requests, num_rows, vocab_size),
             num_logprobs=shared_num_logprobs((request.params.logprobs for request in requests), vocab_size),
@@ -68,6 +79,8 @@ class Sampled:
     tokens: jax.Array
     # [B] bool: False where the model's logits held NaN or infinity
     finite: jax.Array
+    # [B] bool: False where every token is banned; None if no request bans any
+    possible: jax.Array | None
     # of the chosen tokens; None if no request wants them
     logprobs: Logprobs | None
 
@@ -75,9 +88,10 @@ class Sampled:
 def sample(logits: jax.Array, latest: jax.Array, options: SamplingBatch) -> tuple[Sampled, jax.Array]:
     """logits [B, V] float32 -> (next tokens, `latest` updated with them).
 
-    latest [seats] int32 is the newest token of each seat. Options apply in vLLM's order: allowed tokens; bad words,
-    min_tokens and logit_bias; repetition, frequency and presence penalties; then, unless greedy, temperature, min_p,
-    top_k, top_p and the random draw. Log-probabilities are those of the unprocessed logits.
+    latest [seats] int32 is the newest token of each seat. Options apply in this order: logit_bias; repetition,
+    frequency and presence penalties; bans, that is allowed tokens, bad words and min_tokens; then, unless greedy,
+    temperature, min_p, top_k, top_p and the random draw. The result is that of vLLM's order, in which bans come first,
+    but no arithmetic can undo a ban. Log-probabilities are those of the unprocessed logits.
     """
     finite = jnp.isfinite(jnp.max(logits, axis=-1))  # a NaN anywhere in the row makes its maximum NaN
     processed = _process(logits, latest, options)
@@ -87,26 +101,32 @@ def sample(logits: jax.Array, latest: jax.Array, options: SamplingBatch) -> tupl
         tokens = jnp.where(options.draw.temperature > 0, drawn, tokens)
     logprobs = None if options.num_logprobs is None else score(logits, tokens, options.num_logprobs)
     seat = jnp.where(options.seat >= 0, options.seat, latest.shape[0])
-    return Sampled(tokens, finite, logprobs), latest.at[seat].set(tokens, mode="drop")
+    return Sampled(tokens, finite, _possible(processed, tokens, options), logprobs), latest.at[seat].set(tokens, mode="drop")
 
 
 def _process(logits: jax.Array, latest: jax.Array, options: SamplingBatch) -> jax.Array:
     """logits [B, V] after the options that greedy rows use too: all but temperature and truncation."""
-    if options.allowed is not None:
-        logits = apply_allowed_tokens(logits, options.allowed)
     if options.bias is not None:
-        biased = apply_bias(logits, options.bias)
-        # A grammar may allow only tokens that a ban forbids (the end, before min_tokens): then the grammar wins.
-        any_left = jnp.any(biased > -jnp.inf, axis=-1, keepdims=True)
-        logits = biased if options.allowed is None else jnp.where(any_left, biased, logits)
+        logits = apply_bias(logits, options.bias)
     if options.penalties is not None:
         logits = apply_penalties(logits, options.penalties, latest[jnp.maximum(options.seat, 0)])
+    if options.allowed is not None:
+        logits = apply_allowed_tokens(logits, options.allowed)
+    if options.banned is not None:
+        logits = apply_bans(logits, options.banned)
     return logits
+
+
+def _possible(processed: jax.Array, tokens: jax.Array, options: SamplingBatch) -> jax.Array | None:
+    """Whether the chosen tokens [B] may be chosen: only a row without any such token has one that may not."""
+    if options.allowed is None and options.banned is None:
+        return None
+    return jnp.take_along_axis(processed, tokens[:, None], axis=-1)[:, 0] > -jnp.inf
 
 
 def _draw(logits: jax.Array, draw: Draw, truncation: Truncation | None) -> jax.Array:
     """Random tokens [B], by Gumbel-max: the argmax of scaled logits plus Gumbel noise is a sample of their softmax."""
-    scaled = logits / jnp.where(draw.temperature > 0, draw.temperature, 1.0)[:, None]
+    scaled = apply_temperature(logits, draw.temperature)
     if truncation is not None:
         scaled = apply_truncation(scaled, truncation)
     noise = jax.vmap(_gumbel_noise, in_axes=(0, 0, None))(draw.seed, draw.generated, logits.shape[1])
