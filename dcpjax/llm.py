@@ -43,7 +43,6 @@ class LLM:
         self.tokenizer: Tokenizer | None = self.files.tokenizer()
         self.progress = progress
         self.runner = load_runner(self.files, self.engine_config, progress=progress)
-        warm_up(self.runner, self.engine_config.warmup)
         sizes = self.runner.sizes
         self.engine = Engine(
             self.runner,
@@ -58,6 +57,8 @@ class LLM:
             vocab_size=self.runner.model.config.vocab_size,
             max_model_len=sizes.max_model_len,
         )
+        self.runner.restrict(self.intake.known)
+        warm_up(self.runner, self.engine_config.warmup)
         self._active: dict[int, Completion] = {}  # by the number of its request
 
     def __repr__(self) -> str:

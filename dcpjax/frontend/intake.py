@@ -41,6 +41,7 @@ class Intake:
         self.default_params = _default_params(files.generation_config)
         self._engine = engine
         self._eos_token_ids = _eos_token_ids(files, tokenizer)
+        self.known = _known_ids(tokenizer, vocab_size, self._eos_token_ids)
         self._num_requests = 0
         self._guides: GuideMaker | None = None
 
@@ -66,7 +67,9 @@ class Intake:
         try:
             text, ids = self._encode(prompt)
             self._check_length(ids)
+            self._check_known("token ids", ids)
             params.check_against(self.vocab_size, self._engine.max_logprobs)
+            self._check_known("allowed_token_ids", params.allowed_token_ids or ())
             if isinstance(prompt, Mapping):
                 cache_salt = prompt.get("cache_salt", cache_salt)
             return Submission(
@@ -158,7 +161,20 @@ class Intake:
             return prompt, self.tokenizer.encode(prompt)
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes) or np.ndim(prompt) != 1:
             raise ValueError(f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}")
-        return None, [_token_id(token, self.vocab_size) for token in prompt]
+        return None, [_token_id(token) for token in prompt]
+
+    def _check_known(self, what: str, ids: Sequence[int]) -> None:
+        """Raise ValueError for an id that belongs to no token: the model has learned nothing about it."""
+        given = np.asarray(ids)
+        inside = (given >= 0) & (given < len(self.known))
+        known = inside.copy()
+        known[inside] = self.known[given[inside].astype(np.int64)]
+        if known.all():
+            return
+        unknown, largest = given[~known][0], int(np.flatnonzero(self.known)[-1])
+        if 0 <= unknown <= largest:
+            raise ValueError(f"{what} must belong to tokens, but the tokenizer has none for {unknown}; leave it out")
+        raise ValueError(f"{what} must be in [0, {largest}], but one is {unknown}")
 
     def _check_length(self, ids: list[int]) -> None:
         if not ids:
@@ -237,12 +253,20 @@ def _listed_conversations(messages: Any) -> list[Any]:
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
 
 
-def _token_id(token: Any, vocab_size: int, what: str = "token ids") -> int:
+def _token_id(token: Any) -> int:
     if not isinstance(token, int | np.integer) or isinstance(token, bool):
-        raise ValueError(f"{what} must be integers, but one is {token!r}")
-    if not 0 <= token < vocab_size:
-        raise ValueError(f"{what} must be in [0, {vocab_size - 1}], but one is {token}")
+        raise ValueError(f"token ids must be integers, but one is {token!r}")
     return int(token)
+
+
+def _known_ids(tokenizer: Tokenizer | None, vocab_size: int, ends: Iterable[int]) -> np.ndarray:
+    """[V] bool: the ids of tokens, and those that the model ends with, whatever the tokenizer calls them.
+
+    Without a tokenizer all ids count.
+    """
+    known = np.array([True] * vocab_size if tokenizer is None else tokenizer.known_ids(vocab_size))
+    known[[token for token in ends if 0 <= token < vocab_size]] = True
+    return known
 
 
 def _seed(params: SamplingParams, index: int, engine_seed: int, number: int) -> int:

@@ -25,6 +25,7 @@ from dcpjax.runtime.memory import Sizes, resolve_sizes, table_width
 from dcpjax.runtime.model import MeshModel, lay_out
 from dcpjax.runtime.programs import Programs, head_weights, padded_pairs
 from dcpjax.runtime.step_result import step_result
+from dcpjax.sampling.known_tokens import KnownTokens
 from dcpjax.sampling.sampler import Sampled
 from dcpjax.sampling.scoring import Logprobs
 
@@ -74,6 +75,7 @@ class Runner:
         self.latest = self._no_tokens()  # each seat's newest token
         self.shapes = _shape_buckets(model, sizes)
         self.programs = Programs(model.config, model.runtime, self.cache)
+        self.known: KnownTokens | None = None  # the ids that are sampled and listed; None: all
         self.compile_seconds = 0.0
         self._compiled: set[ProgramKey] = set()
         _runners.add(self)
@@ -82,10 +84,14 @@ class Runner:
     def geometry(self) -> CacheGeometry:
         return self.model.geometry
 
+    def restrict(self, known: np.ndarray) -> None:
+        """From now on sample and list only ids in known [V] bool. Other programs compile for that."""
+        self.known = None if known.all() else KnownTokens.on(self.model.place.sharding(), known)
+
     def launch(self, step: Sequence[Scheduled]) -> LaunchedStep:
         """Start a step and return at once with what it will have sampled."""
         batch = build(step, self.shapes, self.geometry)
-        sampled_rows = SampledRows.of(step, batch, self.shapes, self.model.config.vocab_size)
+        sampled_rows = self._sampled_rows(step, batch)
         scored_tokens = ScoredTokens.of(step, self.model.config.vocab_size)
         with self._noting_compilation(batch, sampled_rows, scored_tokens):
             self._copy_blocks([entry.copy for entry in step if entry.copy])
@@ -106,7 +112,7 @@ class Runner:
     def programs_of(self, step: Sequence[Scheduled]) -> dict[ProgramKey, Callable[[], Any]]:
         """What compiles each program of a step without running it. Later calls of that shape find it compiled."""
         batch = build(step, self.shapes, self.geometry)
-        rows = SampledRows.of(step, batch, self.shapes, self.model.config.vocab_size)
+        rows = self._sampled_rows(step, batch)
         keys = _keys(batch, rows, None)
         programs, forward = dict[ProgramKey, Callable[[], Any]](), self.programs.forward
         programs[next(keys)] = bind(_compile, forward, self.weights, self.cache, self.latest, batch)
@@ -153,6 +159,9 @@ class Runner:
         if pairs:
             self.cache = self.programs.copy(self.cache, *padded_pairs(pairs, self.sizes.num_blocks))
 
+    def _sampled_rows(self, step: Sequence[Scheduled], batch: Batch) -> SampledRows | None:
+        return SampledRows.of(step, batch, self.shapes, self.model.config.vocab_size, self.known)
+
     def _sample(self, hidden: jax.Array, rows: SampledRows) -> Sampled:
         gathered = self.programs.gather(hidden, rows.indices)
         sampled, self.latest = self.programs.sample(head_weights(self.weights), gathered, self.latest, rows.options)
@@ -160,7 +169,8 @@ class Runner:
 
     def _score(self, hidden: jax.Array, tokens: ScoredTokens) -> Logprobs:
         gathered = self.programs.gather(hidden, tokens.indices)
-        return self.programs.score(head_weights(self.weights), gathered, tokens.targets, tokens.num_logprobs)
+        known = None if self.known is None else self.known.ids
+        return self.programs.score(head_weights(self.weights), gathered, tokens.targets, tokens.num_logprobs, known)
 
     @contextmanager
     def _noting_compilation(

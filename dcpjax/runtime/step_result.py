@@ -62,10 +62,11 @@ def _scores_of_prompts(step: Sequence[Scheduled], scores: Logprobs | None) -> li
 
 
 def _token_scores(token: int, scores: Logprobs, row: int) -> TokenScores:
+    listed = np.asarray(scores.top[row]) > -np.inf  # the others belong to no token
     return TokenScores(
         token,
         float(scores.chosen[row]),
         int(scores.rank[row]),
-        np.asarray(scores.top_ids[row]).tolist(),
-        np.asarray(scores.top[row]).tolist(),
+        np.asarray(scores.top_ids[row])[listed].tolist(),
+        np.asarray(scores.top[row])[listed].tolist(),
     )

@@ -21,6 +21,11 @@ def apply_allowed_tokens(logits: jax.Array, allowed: jax.Array) -> jax.Array:
     return jnp.where(_unpack_bits(allowed, logits.shape[1]), logits, -jnp.inf)
 
 
+def apply_known_tokens(logits: jax.Array, known: jax.Array) -> jax.Array:
+    """logits [B, V] with -inf for every id that is not in known [V] bool."""
+    return jnp.where(known[None, :], logits, -jnp.inf)
+
+
 def apply_bans(logits: jax.Array, banned: jax.Array) -> jax.Array:
     """logits [B, V] with -inf at each row's ids banned [B, n], padded with -1."""
     rows = jnp.arange(logits.shape[0])[:, None]

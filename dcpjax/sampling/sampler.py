@@ -14,10 +14,12 @@ from flax import struct
 
 from dcpjax.engine.request import Request
 from dcpjax.sampling.argmax import argmax
+from dcpjax.sampling.known_tokens import KnownIds, KnownTokens
 from dcpjax.sampling.processors import (
     apply_allowed_tokens,
     apply_bans,
     apply_bias,
+    apply_known_tokens,
     apply_penalties,
     apply_temperature,
     apply_truncation,
@@ -48,15 +50,23 @@ class SamplingBatch:
     bias: Bias | None
     # [B, banned] int32, host: tokens that may not be chosen, -1 for padding
     banned: jax.Array | None
-    # [B, ceil(V / 32)] uint32, host: a bit for each token that may be chosen
+    # [B, ceil(V / 32)] uint32, host: a bit for each token that may be chosen, of the known ones
     allowed: jax.Array | None
+    # device: the ids that belong to tokens; None: all
+    known: KnownIds | None
     penalties: Penalties | None
     # how many of the most likely tokens are reported; -1 is all
     num_logprobs: int | None = struct.field(pytree_node=False)
 
     @classmethod
-    def build(cls, requests: Sequence[Request], num_rows: int, vocab_size: int) -> "SamplingBatch":
-        """Row i holds the options of requests[i]; the rest of the `num_rows` rows is padding."""
+    def build(
+        cls, requests: Sequence[Request], num_rows: int, vocab_size: int, known: KnownTokens | None = None
+    ) -> "SamplingBatch":
+        """Row i holds the options of requests[i]; the rest of the `num_rows` rows is padding.
+
+        Args:
+            known: the ids that may be chosen and listed; None: all `vocab_size`.
+        """
         seat = np.full(num_rows, -1, np.int32)
         seat[: len(requests)] = [request.seat for request in requests]
         return cls(
@@ -65,7 +75,8 @@ class SamplingBatch:
             truncation=build_truncation(requests, num_rows, vocab_size),
             bias=build_bias(requests, num_rows),
             banned=build_banned(requests, num_rows),
-            allowed=build_allowed(requests, num_rows, vocab_size),
+            allowed=build_allowed(requests, num_rows, vocab_size, known),
+            known=None if known is None else known.ids,
             penalties=build_penalties(requests, num_rows, vocab_size),
             num_logprobs=shared_num_logprobs((request.params.logprobs for request in requests), vocab_size),
         )
@@ -92,16 +103,23 @@ def sample(logits: jax.Array, latest: jax.Array, options: SamplingBatch) -> tupl
     frequency and presence penalties; bans, that is allowed tokens, bad words and min_tokens; then, unless greedy,
     temperature, min_p, top_k, top_p and the random draw. The result is that of vLLM's order, in which bans come first,
     but no arithmetic can undo a ban. Log-probabilities are those of the unprocessed logits.
+
+    Ids that belong to no token are banned too, without a pass over the logits of its own: where a row has allowed
+    tokens the host has left such ids out of those, elsewhere `argmax` looks again at the few blocks that hold some,
+    and a random draw drops them together with its temperature.
     """
     finite = jnp.isfinite(jnp.max(logits, axis=-1))  # a NaN anywhere in the row makes its maximum NaN
     processed = _process(logits, latest, options)
-    tokens = argmax(processed)
+    known = options.known if options.allowed is None else None
+    tokens = argmax(processed, known)
     if options.draw is not None:
-        drawn = _draw(processed, options.draw, options.truncation)
+        candidates = processed if known is None else apply_known_tokens(processed, known.mask)
+        drawn = _draw(candidates, options.draw, options.truncation)
         tokens = jnp.where(options.draw.temperature > 0, drawn, tokens)
-    logprobs = None if options.num_logprobs is None else score(logits, tokens, options.num_logprobs)
+    logprobs = None if options.num_logprobs is None else score(logits, tokens, options.num_logprobs, options.known)
     seat = jnp.where(options.seat >= 0, options.seat, latest.shape[0])
-    return Sampled(tokens, finite, _possible(processed, tokens, options), logprobs), latest.at[seat].set(tokens, mode="drop")
+    sampled = Sampled(tokens, finite, _possible(processed, tokens, options, known), logprobs)
+    return sampled, latest.at[seat].set(tokens, mode="drop")
 
 
 def _process(logits: jax.Array, latest: jax.Array, options: SamplingBatch) -> jax.Array:
@@ -117,11 +135,14 @@ def _process(logits: jax.Array, latest: jax.Array, options: SamplingBatch) -> ja
     return logits
 
 
-def _possible(processed: jax.Array, tokens: jax.Array, options: SamplingBatch) -> jax.Array | None:
+def _possible(
+    processed: jax.Array, tokens: jax.Array, options: SamplingBatch, known: KnownIds | None
+) -> jax.Array | None:
     """Whether the chosen tokens [B] may be chosen: only a row without any such token has one that may not."""
     if options.allowed is None and options.banned is None:
         return None
-    return jnp.take_along_axis(processed, tokens[:, None], axis=-1)[:, 0] > -jnp.inf
+    possible = jnp.take_along_axis(processed, tokens[:, None], axis=-1)[:, 0] > -jnp.inf
+    return possible if known is None else possible & known.mask[tokens]
 
 
 def _draw(logits: jax.Array, draw: Draw, truncation: Truncation | None) -> jax.Array:

@@ -13,6 +13,7 @@ from flax import struct
 from dcpjax.engine.request import Request
 from dcpjax.sampling.bad_words import completing_tokens
 from dcpjax.sampling.bucket_size import bucket_size
+from dcpjax.sampling.known_tokens import KnownTokens
 from dcpjax.sampling.token_counts import TokenCounts
 
 MIN_TEMPERATURE = 1e-5  # below it, dividing by the temperature overflows: greedy instead, as in vLLM
@@ -150,8 +151,10 @@ def _must_end(request: Request) -> bool:
     return not left.any()
 
 
-def build_allowed(requests: Sequence[Request], num_rows: int, vocab_size: int) -> jax.Array | None:
-    """The tokens that allowed_token_ids and the grammar both allow, as packed bits [B, ceil(V / 32)] uint32."""
+def build_allowed(
+    requests: Sequence[Request], num_rows: int, vocab_size: int, known: KnownTokens | None
+) -> jax.Array | None:
+    """The known tokens that allowed_token_ids and the grammar both allow, as packed bits [B, ceil(V / 32)] uint32."""
     restricted = [
         (row, request)
         for row, request in enumerate(requests)
@@ -159,10 +162,11 @@ def build_allowed(requests: Sequence[Request], num_rows: int, vocab_size: int) -
     ]
     if not restricted:
         return None
-    allowed = np.full((num_rows, _num_words(vocab_size)), 2**32 - 1, np.uint32)
+    allowed = np.empty((num_rows, _num_words(vocab_size)), np.uint32)
+    allowed[:] = 2**32 - 1 if known is None else known.words
     for row, request in restricted:
         if request.params.allowed_token_ids is not None:
-            allowed[row] = _to_words(request.params.allowed_bits, vocab_size)
+            allowed[row] &= _to_words(request.params.allowed_bits, vocab_size)
         if request.guide is not None:
             assert not request.num_in_flight, "a guide must have seen every token"
             allowed[row] &= request.guide.mask()

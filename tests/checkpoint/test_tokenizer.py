@@ -602,3 +602,9 @@ def test_a_gguf_chat_template_is_used(tmp_path, build: Callable[..., Tokenizer])
     assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "x"}])) == "a"
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tools=[{"type": "function"}])
     assert tokenizer.decode(ids) == "b"
+
+
+def test_a_vocabulary_may_have_holes_and_ends_somewhere():
+    backend = Backend(models.BPE({"a": 0, "b": 2}, []))
+    backend.decoder = decoders.ByteLevel()
+    assert Tokenizer(backend, {}).known_ids(4) == [True, False, True, False]

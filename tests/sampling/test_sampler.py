@@ -13,6 +13,7 @@ from dcpjax.api.bitmask import pack
 from dcpjax.api.checks import LARGEST_FLOAT32, LEAST_FLOAT32
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.request import Request
+from dcpjax.sampling.known_tokens import KnownTokens
 from dcpjax.sampling.processors import CANDIDATES, apply_penalties, apply_truncation
 from dcpjax.sampling.sampler import SamplingBatch, sample
 from dcpjax.sampling.sampler_arrays import Truncation
@@ -88,7 +89,9 @@ def test_of_equally_likely_tokens_greedy_takes_the_first():
     assert tokens(logits, [request(greedy())] * 4) == [3] * 4
 
 
-@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-300}, {"min_p": 1.0}, {"temperature": 1e-4}])
+@pytest.mark.parametrize(
+    "options", [{"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-300}, {"min_p": 1.0}, {"temperature": 1e-4}]
+)
 def test_keeping_only_the_best_token_is_greedy(options):
     requests = [request(SamplingParams(**options), seed) for seed in range(4)]
     assert tokens(alike(), requests) == [int(LOGITS.argmax())] * 4
@@ -454,6 +457,32 @@ def test_banned_tokens_are_never_drawn(options):
     assert not drawn & set(banned)
 
 
+KNOWN = np.array([True, True, True, False, True, True, True, True, False, True, True, False])  # the best three are not
+
+
+ASKS = {
+    "nothing": {},
+    "allowed": {"params": {"allowed_token_ids": [2, 3, 8, 11]}},
+    "guide": {"guide": Allows(range(VOCAB))},
+    "bias": {"params": {"logit_bias": {8: 100.0}, "top_k": 3}},
+    "ban": {"params": {"min_tokens": 3, "stop_token_ids": [2]}},
+}
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_ids_that_no_token_has_are_never_chosen(ask):
+    state = {name: value for name, value in ASKS[ask].items() if name != "params"}
+    params = ASKS[ask].get("params", {})
+    known = KnownTokens.on(jax.devices()[0], KNOWN)
+    for temperature in (0.0, 1.0, 1e38):
+        mine = request(SamplingParams(temperature=temperature, **params), 4, **state)
+        requests = [mine, request(SamplingParams(temperature=temperature), 5)]
+        options = SamplingBatch.build(requests, 4, VOCAB, known)
+        sampled, _ = draw(alike(), np.zeros(SEATS, np.int32), options)
+        assert KNOWN[np.asarray(sampled.tokens)[:2]].all()
+        assert options.known is known.ids, "it lies on the device: no step sends it"
+
+
 def test_banning_for_one_row_leaves_the_others_alone():
     best = int(LOGITS.argmax())
     banning = request(greedy(min_tokens=3, stop_token_ids=[best]))
@@ -575,7 +604,7 @@ NOTHING_LEFT = [
 ]
 
 
-@pytest.mark.parametrize("nothing", NOTHING_LEFT, ids=range(len(NOTHING_LEFT)))
+@pytest.mark.parametrize("nothing", NOTHING_LEFT, ids=map(str, range(len(NOTHING_LEFT))))
 def test_a_row_without_a_token_that_may_be_chosen_is_told_and_its_neighbours_are_the_same(nothing):
     neighbours = [request(SamplingParams(), seed=3), request(greedy(allowed_token_ids=[1, 3]))]
     expected = tokens(alike(2), neighbours, rows=4)
