@@ -51,7 +51,8 @@ class SamplingParams:
         include_stop_str_in_output: keep the stop string at the end of the text.
         ignore_eos: continue after the model's end of sequence.
         max_tokens: most tokens to generate; None generates up to the model length.
-        min_tokens: fewest tokens before end-of-sequence or `stop_token_ids` may be sampled.
+        min_tokens: only after so many tokens may end of sequence or `stop_token_ids` be sampled or a stop string be
+            completed.
         logprobs: return the log-probabilities of each generated token and of this many of the most likely ones;
             -1 returns the whole vocabulary.
         prompt_logprobs: the same for the tokens of the prompt.
