@@ -59,7 +59,6 @@ class LLM:
         self.tokenizer: Tokenizer | None = self.files.tokenizer() if named is None else open_tokenizer(named)
         self.progress = progress
         self.runner = load_runner(self.files, self.engine_config, progress=progress)
-        warm_up(self.runner, self.engine_config.warmup)
         sizes = self.runner.sizes
         self.engine = Engine(
             self.runner,
@@ -74,6 +73,8 @@ class LLM:
             vocab_size=self.runner.model.config.vocab_size,
             max_model_len=sizes.max_model_len,
         )
+        self.runner.restrict(self.intake.known)
+        warm_up(self.runner, self.engine_config.warmup)
         self._shared = SharedEngine(self.engine)
 
     def __repr__(self) -> str:

@@ -80,7 +80,7 @@ def test_an_illegal_layout_is_refused_before_any_weight_is_read(tmp_path: Path) 
 
 SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens must be at least 1, but is 0; use 1"),
-    ({"temperature": -0.1}, "temperature must be in [0, inf), but is -0.1; use 0"),
+    ({"temperature": -0.1}, "temperature must be in [0, 3.4e+38], but is -0.1; use 0"),
     ({"top_p": 0.0}, "top_p must be in (0, 1], but is 0.0"),
     ({"top_p": 1.5}, "top_p must be in (0, 1], but is 1.5; use 1"),
     ({"min_p": 2}, "min_p must be in [0, 1], but is 2; use 1"),

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from dcpjax.api.bitmask import pack
 from dcpjax.api.checks import (
+    LARGEST_FLOAT32,
+    LEAST_FLOAT32,
     check_bool,
     check_count,
     check_integer,
@@ -18,6 +20,7 @@ from dcpjax.api.checks import (
     check_strings,
     checked_token_id,
     checked_token_ids,
+    is_nan,
     option_names,
 )
 from dcpjax.api.structured_outputs import StructuredOutputsParams
@@ -82,7 +85,8 @@ class SamplingParams:
         include_stop_str_in_output: keep the stop string at the end of the text.
         ignore_eos: continue after the model's end of sequence.
         max_tokens: most tokens to generate; None generates up to the model length.
-        min_tokens: fewest tokens before end-of-sequence or `stop_token_ids` may be sampled.
+        min_tokens: only after so many tokens may end of sequence or `stop_token_ids` be sampled or a stop string be
+            completed.
         logprobs: return the log-probabilities of each generated token and of this many of the most likely ones;
             -1 returns the whole vocabulary.
         prompt_logprobs: the same for the tokens of the prompt.
@@ -141,10 +145,10 @@ class SamplingParams:
             )
 
     def _check_numbers(self) -> None:
-        check_number("temperature", self.temperature, 0.0, math.inf)
+        check_number("temperature", self.temperature, 0.0, LARGEST_FLOAT32)
         check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         check_number("min_p", self.min_p, 0.0, 1.0)
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        check_number("repetition_penalty", self.repetition_penalty, LEAST_FLOAT32, LARGEST_FLOAT32)
         check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_integer("n", self.n, 1, MAX_N)
@@ -203,7 +207,7 @@ class SamplingParams:
             if isinstance(value, Integral) and not isinstance(value, bool):
                 object.__setattr__(self, field.name, int(value))
             elif isinstance(value, Real) and not isinstance(value, bool):
-                object.__setattr__(self, field.name, float(value))
+                object.__setattr__(self, field.name, _plain_float(value))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuses a name that is no option; the value is checked when the params are used."""
@@ -288,7 +292,14 @@ def _biases(biases: Any) -> dict[int, float]:
     found = {}
     for token, bias in biases.items():
         token = int(token) if isinstance(token, str) and token.isdecimal() else token
-        if isinstance(bias, bool) or not isinstance(bias, Real) or math.isnan(bias):
+        if isinstance(bias, bool) or not isinstance(bias, Real) or is_nan(bias):
             raise ValueError(f"logit_bias must hold numbers, but holds {bias!r} for token {token}")
-        found[checked_token_id("logit_bias", token)] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, float(bias)))
+        found[checked_token_id("logit_bias", token)] = float(min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, bias)))
     return found
+
+
+def _plain_float(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a fraction beyond the largest float
+        return math.inf if value > 0 else -math.inf

@@ -236,6 +236,11 @@ class Tokenizer:
             self._pieces[token_id] = b"" if token is None else self._rule.piece(token)
         return self._pieces[token_id]
 
+    def known_ids(self, size: int) -> list[bool]:
+        """For each id below `size` whether it belongs to a token: a vocabulary can have holes."""
+        token_of = self._backend.id_to_token
+        return [token_of(token_id) is not None for token_id in range(size)]
+
     def _check_no_control_tokens(self, value: Any) -> None:
         """Refuse keys that spell a control token: the renderer escapes values, but not keys, which tool calls print."""
         tokens = [token.content for token in self._backend.get_added_tokens_decoder().values()]

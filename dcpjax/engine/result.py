@@ -24,3 +24,4 @@ class StepResult:
     finite: Sequence[bool]  # False where the logits, or without a choice the hidden state, held NaN or infinity
     scores: Sequence[TokenScores | None] | None = None  # of the sampled tokens, where wanted
     prompt_scores: Sequence[dict[int, TokenScores]] | None = None  # by position, where wanted
+    possible: Sequence[bool] | None = None  # False where every token was banned; None if none was

@@ -48,6 +48,7 @@ class Intake:
         self.default_params = _default_params(files.generation_config)
         self._engine = engine
         self.eos_token_ids = set(files.end_token_ids(tokenizer.eos_token_id if tokenizer else None))
+        self.known = _known_ids(tokenizer, vocab_size, self.eos_token_ids)
         self._numbers = itertools.count()
         self._request_ids = map(str, itertools.count())
         self._guides: GuideMaker | None = None
@@ -76,7 +77,9 @@ class Intake:
             text, ids = self._encode(prompt)
             ids = self._truncated(ids, params)
             self._check_length(ids)
+            self._check_known("token ids", ids)
             params.check_against(self.vocab_size, self._engine.max_logprobs)
+            self._check_known("allowed_token_ids", params.allowed_token_ids or ())
             if isinstance(prompt, Mapping):
                 cache_salt = prompt.get("cache_salt", cache_salt)
             return Submission(
@@ -173,7 +176,20 @@ class Intake:
             check_tokens(prompt.size if isinstance(prompt, np.ndarray) else len(prompt), self.max_model_len)
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes) or np.ndim(prompt) != 1:
             raise ValueError(f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}")
-        return None, [_token_id(token, self.vocab_size) for token in prompt]
+        return None, [_token_id(token) for token in prompt]
+
+    def _check_known(self, what: str, ids: Sequence[int]) -> None:
+        """Raise ValueError for an id that belongs to no token: the model has learned nothing about it."""
+        given = np.asarray(ids)
+        inside = (given >= 0) & (given < len(self.known))
+        known = inside.copy()
+        known[inside] = self.known[given[inside].astype(np.int64)]
+        if known.all():
+            return
+        unknown, largest = given[~known][0], int(np.flatnonzero(self.known)[-1])
+        if 0 <= unknown <= largest:
+            raise ValueError(f"{what} must belong to tokens, but the tokenizer has none for {unknown}; leave it out")
+        raise ValueError(f"{what} must be in [0, {largest}], but one is {unknown}")
 
     def _encode_mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
         """Token ids go before a text, which is then only shown."""
@@ -280,12 +296,20 @@ def _shown_text(text: Any) -> str:
     return text
 
 
-def _token_id(token: Any, vocab_size: int, what: str = "token ids") -> int:
+def _token_id(token: Any) -> int:
     if not isinstance(token, int | np.integer) or isinstance(token, bool):
-        raise ValueError(f"{what} must be integers, but one is {token!r}")
-    if not 0 <= token < vocab_size:
-        raise ValueError(f"{what} must be in [0, {vocab_size - 1}], but one is {token}")
+        raise ValueError(f"token ids must be integers, but one is {token!r}")
     return int(token)
+
+
+def _known_ids(tokenizer: Tokenizer | None, vocab_size: int, ends: Iterable[int]) -> np.ndarray:
+    """[V] bool: the ids of tokens, and those that the model ends with, whatever the tokenizer calls them.
+
+    Without a tokenizer all ids count.
+    """
+    known = np.array([True] * vocab_size if tokenizer is None else tokenizer.known_ids(vocab_size))
+    known[[token for token in ends if 0 <= token < vocab_size]] = True
+    return known
 
 
 def _seed(params: SamplingParams, index: int, engine_seed: int, number: int) -> int:

@@ -23,13 +23,18 @@ def read_back(
     rows = sampled_entries(step)
     tokens = np.zeros(len(step), np.int32)
     is_finite = np.ones(len(step), np.bool_) if finite is None else np.array(finite[: len(step)])
+    possible = None
     if sampled is not None:
         tokens[rows], is_finite[rows] = sampled.tokens[: len(rows)], sampled.finite[: len(rows)]
+        if sampled.possible is not None:
+            possible = np.ones(len(step), np.bool_)
+            possible[rows] = sampled.possible[: len(rows)]
     return StepResult(
         tokens=tokens.tolist(),
         finite=is_finite.tolist(),
         scores=_scores_of_samples(step, rows, sampled),
         prompt_scores=_scores_of_prompts(step, prompt_scores),
+        possible=None if possible is None else possible.tolist(),
     )
 
 
@@ -60,12 +65,13 @@ def _scores_of_prompts(step: Sequence[Scheduled], scores: Logprobs | None) -> li
 
 
 def _token_scores(token: int, scores: Logprobs, row: int) -> TokenScores:
+    listed = np.asarray(scores.top[row]) > -np.inf  # the others belong to no token
     return TokenScores(
         token,
         float(scores.chosen[row]),
         int(scores.rank[row]),
-        np.asarray(scores.top_ids[row]).tolist(),
-        np.asarray(scores.top[row]).tolist(),
+        np.asarray(scores.top_ids[row])[listed].tolist(),
+        np.asarray(scores.top[row])[listed].tolist(),
     )
 
 

@@ -1,15 +1,20 @@
 import dataclasses
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
+from dcpjax.api.checks import LARGEST_FLOAT32, LEAST_FLOAT32
 from dcpjax.api.sampling_params import MAX_SEED, SamplingParams
 from dcpjax.api.structured_outputs import StructuredOutputsParams
 
 REFUSED = [
-    ({"temperature": -0.1}, "temperature must be in [0, inf), but is -0.1; use 0"),
-    ({"temperature": math.inf}, "temperature must be in [0, inf), but is inf; use 1"),
+    ({"temperature": -0.1}, "temperature must be in [0, 3.4e+38], but is -0.1; use 0"),
+    ({"temperature": math.inf}, "temperature must be in [0, 3.4e+38], but is inf; use 1"),
+    ({"temperature": 1e39}, "temperature must be in [0, 3.4e+38], but is 1e+39; use 3.4e+38"),
+    ({"temperature": 10**400}, f"temperature must be in [0, 3.4e+38], but is {10**400}; use 3.4e+38"),
+    ({"temperature": Fraction(10**400)}, "temperature must be in [0, 3.4e+38], but is inf; use 1"),
     ({"temperature": math.nan}, "temperature must be a number, but is nan"),
     ({"temperature": "hot"}, "temperature must be a number, but is 'hot'"),
     ({"temperature": True}, "temperature must be a number, but is True"),
@@ -54,8 +59,10 @@ REFUSED = [
     ({"presence_penalty": None}, "presence_penalty must be a number, but is None"),
     ({"frequency_penalty": -3}, "frequency_penalty must be in [-2, 2], but is -3; use -2"),
     ({"frequency_penalty": math.nan}, "frequency_penalty must be a number, but is nan"),
-    ({"repetition_penalty": 0}, "repetition_penalty must be in (0, inf), but is 0; use 0.01"),
-    ({"repetition_penalty": math.inf}, "repetition_penalty must be in (0, inf), but is inf; use 1"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be in [1.2e-38, 3.4e+38], but is 0; use 1.2e-38"),
+    ({"repetition_penalty": 1e-40}, "repetition_penalty must be in [1.2e-38, 3.4e+38], but is 1e-40; use 1.2e-38"),
+    ({"repetition_penalty": 1e39}, "repetition_penalty must be in [1.2e-38, 3.4e+38], but is 1e+39; use 3.4e+38"),
+    ({"repetition_penalty": math.inf}, "repetition_penalty must be in [1.2e-38, 3.4e+38], but is inf; use 1"),
     ({"logit_bias": [3]}, "logit_bias must be a mapping from token id to number, but is [3]"),
     ({"logit_bias": {"x": 1}}, "logit_bias must be an integer, but is 'x'"),
     ({"logit_bias": {-1: 1}}, "logit_bias must be at least 0, but is -1; use 0"),
@@ -93,6 +100,9 @@ def test_a_value_out_of_range_is_refused_with_the_nearest_legal_one(options, sen
 ALLOWED = [
     {"temperature": 0},
     {"temperature": 100.0},
+    {"temperature": LARGEST_FLOAT32},
+    {"repetition_penalty": LEAST_FLOAT32},
+    {"repetition_penalty": LARGEST_FLOAT32},
     {"top_p": 1e-9},
     {"top_p": 1},
     {"min_p": 0},
@@ -227,6 +237,17 @@ def test_biases_are_read_as_json_has_them_and_held_within_their_limits():
     ids, values = params.bias_arrays
     assert (ids.tolist(), values.tolist()) == ([50256, 7, 8], [-100.0, 3.5, 100.0])
     assert (ids.itemsize, values.itemsize) == (4, 4)
+
+
+def test_the_largest_numbers_are_held_within_the_limits_of_a_bias():
+    params = SamplingParams(logit_bias={1: 10**400, 2: -(10**400), 3: math.inf})
+    assert params.logit_bias == {1: 100.0, 2: -100.0, 3: 100.0}
+
+
+def test_numbers_at_the_limits_are_normal_numbers_of_the_device():
+    least, largest = np.float32(LEAST_FLOAT32), np.float32(LARGEST_FLOAT32)
+    assert np.finfo(np.float32).smallest_normal < least
+    assert largest < np.finfo(np.float32).max
 
 
 def test_bad_words_are_kept_once_each():

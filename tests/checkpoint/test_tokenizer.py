@@ -722,3 +722,9 @@ def test_an_interrupt_is_heard_while_a_long_text_is_tokenised(monkeypatch):
     finally:
         backend.end.set()
         signal.signal(signal.SIGINT, usual)
+
+
+def test_a_vocabulary_may_have_holes_and_ends_somewhere():
+    backend = Backend(models.BPE({"a": 0, "b": 2}, []))
+    backend.decoder = decoders.ByteLevel()
+    assert Tokenizer(backend, {}).known_ids(4) == [True, False, True, False]

@@ -130,7 +130,7 @@ def test_a_line_may_have_several_prompts(prompt):
     ("options", "message"),
     [
         ({"temprature": 1}, "unknown option 'temprature'; did you mean temperature?"),
-        ({"temperature": -1}, r"temperature must be in \[0, inf\), but is -1"),
+        ({"temperature": -1}, r"temperature must be in \[0, 3.4e\+38\], but is -1"),
         ({"stream": True}, "stream must be false in a batch, but is true; leave it out"),
         ({"suffix": "x"}, 'suffix must be "" in a batch, but is "x"; leave it out'),
     ],
