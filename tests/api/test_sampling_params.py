@@ -120,9 +120,9 @@ ALLOWED = [
     {"repetition_penalty": 50},
     {"logprobs": -1, "prompt_logprobs": 0},
     {"n": 16_384},
-    {"stop": tuple(f"{number:01024}" for number in range(128))},
-    {"bad_words": tuple(f"{number:0256}" for number in range(1024))},
-    {"logit_bias": dict.fromkeys(range(1024), 1.0), "stop_token_ids": tuple(range(1024))},
+    {"stop": [f"{number:01024}" for number in range(128)]},
+    {"bad_words": [f"{number:0256}" for number in range(1024)]},
+    {"logit_bias": dict.fromkeys(range(1024), 1.0), "stop_token_ids": list(range(1024))},
     {"structured_outputs": StructuredOutputsParams(regex="a")},
 ]
 
