@@ -10,9 +10,9 @@ from small_models import character_model
 from dcpjax import LLM, SamplingParams, StructuredOutputsParams
 
 THREADS = 8
-ROUNDS = 3
+ROUNDS = 2
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-DRAWN = SamplingParams(temperature=1, seed=5, n=2, max_tokens=8, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1, seed=5, max_tokens=8, ignore_eos=True)
 STOPPED = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=["a", "e", "Q"])
 
 
@@ -23,8 +23,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
         progress=False,
         dtype="float32",
         block_size=16,
-        max_num_seqs=16,
-        max_num_batched_tokens=64,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
         kv_cache_memory_bytes=2**20,
     )
 
