@@ -64,7 +64,7 @@ def _check_tied(config: ModelConfig, source: TensorSource) -> None:
     if not is_same:
         raise ValueError(
             f"config.json: tie_word_embeddings must be false where {head} is not {embedding}, but is true; use "
-            'hf_overrides={"tie_word_embeddings": false}'
+            'hf_overrides with "tie_word_embeddings" false'
         )
 
 
