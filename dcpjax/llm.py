@@ -4,7 +4,7 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,11 @@ from dcpjax.engine.engine import Engine
 from dcpjax.engine.stats import EngineStats
 from dcpjax.frontend import beam_search
 from dcpjax.frontend.beam_search import Search
-from dcpjax.frontend.completion import Completion, RunningPrompt
+from dcpjax.frontend.completion import RunningPrompt
 from dcpjax.frontend.intake import Intake, Message, Prompt
+from dcpjax.frontend.shared_engine import SharedEngine
 from dcpjax.frontend.submission import Submission
 from dcpjax.notebook_view import describe
-from dcpjax.runtime.interrupts import held_interrupts
 from dcpjax.runtime.runner import load_runner
 from dcpjax.runtime.warmup import warm_up
 
@@ -41,7 +41,7 @@ CHAT_OPTIONS = (
 
 
 class LLM:
-    """A model ready to generate.
+    """A model ready to generate. Threads may share it: what they ask for runs in one batch.
 
     Args:
         model: a folder in Hugging Face form, a .gguf file, a known alias such as "smollm2-135m", or a hub id.
@@ -74,7 +74,7 @@ class LLM:
             vocab_size=self.runner.model.config.vocab_size,
             max_model_len=sizes.max_model_len,
         )
-        self._active: dict[int, Completion] = {}  # by the number of its request
+        self._shared = SharedEngine(self.engine)
 
     def __repr__(self) -> str:
         model, tokens = self.runner.model, self.runner.sizes.num_blocks * self.runner.geometry.block_size
@@ -109,11 +109,11 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prompt. False, and nothing happens, while requests run."""
-        return self.engine.reset_prefix_cache()
+        return self._shared.call(self.engine.reset_prefix_cache)
 
     def stats(self) -> EngineStats:
         """What runs now, what the cache holds and what has been done."""
-        return self.engine.stats()
+        return self._shared.call(self.engine.stats)
 
     def generate(
         self,
@@ -238,12 +238,13 @@ class LLM:
         prompts = [RunningPrompt(submission, events) for submission in submissions]
         shown = use_tqdm and self.progress
         with bar(description="generating", total=len(prompts), shown=shown) as meter:
-            tokens, started = 0, time.monotonic()
+            tokens, started, finished = 0, time.monotonic(), set[int]()
             for event in self._run(prompts, events, streamed=False):
                 tokens += len(event.token_ids)
-                if event.finish_reason:
+                if event.finish_reason and prompts[event.prompt_index].output.finished:
+                    finished.add(event.prompt_index)
                     meter.set_postfix_str(f"{tokens / (time.monotonic() - started):.1f} tokens/s", refresh=False)
-                    meter.update(sum(prompt.output.finished for prompt in prompts) - meter.n)
+                    meter.update(len(finished) - meter.n)
         return [prompt.output for prompt in prompts]
 
     def _stream(self, submissions: list[Submission]) -> Generator[StreamEvent]:
@@ -254,19 +255,18 @@ class LLM:
         self, prompts: list[RunningPrompt], events: deque[StreamEvent], *, streamed: bool
     ) -> Generator[StreamEvent]:
         """Drive the engine until these prompts are done. The tokens of others go to their own events."""
-        unfinished = set(range(len(prompts)))
+        unfinished = sum(prompt.submission.params.n for prompt in prompts)
         try:
             for prompt in prompts:
                 self.start(prompt, streamed=streamed)
             _warn_of_a_single_error(prompts, streamed)
-            while events or unfinished:
+            while unfinished:
+                if not events:
+                    self.advance(events)
                 while events:
                     event = events.popleft()
-                    if prompts[event.prompt_index].output.finished:
-                        unfinished.discard(event.prompt_index)
+                    unfinished -= event.finish_reason is not None
                     yield event
-                if unfinished:
-                    self.advance()
         finally:
             self.abandon(prompts)
 
@@ -280,41 +280,18 @@ class LLM:
             prompt.fail(prompt.submission.error)
             return
         self.intake.start(prompt, streamed=streamed)
-        for completion in prompt.completions:
-            try:
-                self.engine.add(completion.request)
-            except ValueError as error:
-                completion.fail(str(error))
-            else:
-                self._active[completion.request.number] = completion
+        self._shared.start(prompt.completions)
 
-    def advance(self) -> None:
-        """Run one step; prompts get their new tokens as events."""
-        with held_interrupts():
-            for request in self.engine.step():
-                if request.number in self._active:
-                    self._deliver(self._active[request.number])
+    def advance(self, events: Collection[StreamEvent] = ()) -> None:
+        """Run one step, or wait for the end of one that another thread runs; prompts get their new tokens as events.
 
-    def _deliver(self, completion: Completion) -> None:
-        completion.take_tokens()
-        output, request = completion.output, completion.request
-        if output.finish_reason is None:
-            return
-        if request.finish_reason is None:  # a stop string in the text, which the engine does not see
-            self.engine.end(request, output.finish_reason, output.stop_reason)
-        del self._active[request.number]
+        Does nothing if there are `events` already, or if nothing runs.
+        """
+        self._shared.advance(events)
 
     def abandon(self, prompts: list[RunningPrompt]) -> None:
-        """Free what unfinished prompts hold; after an interrupted step, see to the cache."""
-        numbers = {completion.request.number for prompt in prompts for completion in prompt.completions}
-        left = [self._active.pop(number) for number in numbers & self._active.keys()]
-        for completion in left:
-            self.engine.end(completion.request)
-            completion.abort()
-        if left:
-            self.engine.recover()
-            for completion in list(self._active.values()):  # what an interrupted step did for others
-                self._deliver(completion)
+        """End what has not finished, and free what it holds."""
+        self._shared.abort([completion for prompt in prompts for completion in prompt.completions])
 
 
 def _warn_of_a_single_error(prompts: Sequence[RunningPrompt], streamed: bool) -> None:

@@ -10,14 +10,15 @@ from types import ModuleType
 from typing import Any
 
 import jax
-from flax import struct
 
 from dcpjax.models import gqa, mla, mlp, moe
 from dcpjax.models.attention.work import Runtime, Work
+from dcpjax.models.checkpoint_names import embedding_name, head_name
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import Cache
 from dcpjax.models.layers import NormedInput, dot, lookup, rms_norm
 from dcpjax.models.rotary import Rotary, shared_rotary
+from dcpjax.sharding import struct
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.mesh import Layout
 from dcpjax.sharding.rules import Placement
@@ -26,10 +27,10 @@ from dcpjax.sharding.rules import Placement
 @struct.dataclass
 class LayerWeights:
     # [M]
-    input_norm: Leaf
+    attention_norm: Leaf
     attention: gqa.GQAWeights | mla.MLAWeights
     # [M]
-    post_norm: Leaf
+    mlp_norm: Leaf
     mlp: mlp.MLPWeights | moe.MoEWeights
 
 
@@ -52,9 +53,9 @@ def weight_specs(config: ModelConfig, layout: Layout, dtype: str) -> Weights:
     attention = _attention(config).specs(config, layout, dtype)
     layers = tuple(
         LayerWeights(
-            input_norm=norm,
+            attention_norm=norm,
             attention=attention,
-            post_norm=norm,
+            mlp_norm=norm,
             mlp=(moe if config.is_moe(layer) else mlp).specs(config, layout, dtype),
         )
         for layer in range(config.num_layers)
@@ -69,17 +70,17 @@ def weight_names(config: ModelConfig) -> Weights:
         root = f"{config.prefix}model.layers.{number}"
         feed_forward = f"{root}.mlp"
         return LayerWeights(
-            input_norm=f"{root}.input_layernorm.weight",
+            attention_norm=f"{root}.input_layernorm.weight",
             attention=_attention(config).names(config, f"{root}.self_attn"),
-            post_norm=f"{root}.post_attention_layernorm.weight",
+            mlp_norm=f"{root}.post_attention_layernorm.weight",
             mlp=moe.names(config, feed_forward) if config.is_moe(number) else mlp.names(feed_forward),
         )
 
     return Weights(
-        embed=f"{config.prefix}model.embed_tokens.weight",
+        embed=embedding_name(config),
         layers=tuple(layer(number) for number in range(config.num_layers)),
         norm=f"{config.prefix}model.norm.weight",
-        head=None if config.tie_word_embeddings else f"{config.prefix}lm_head.weight",
+        head=None if config.tie_word_embeddings else head_name(config),
     )
 
 
@@ -124,9 +125,10 @@ def _layer(
     config: ModelConfig,
     runtime: Runtime,
 ) -> tuple[jax.Array, Cache]:
-    x = NormedInput(hidden, weights.input_norm, config.rms_norm_eps)
+    # both parts add their result to the residual stream themselves: on CPUs that is part of a product's kernel
+    x = NormedInput(hidden, weights.attention_norm, config.rms_norm_eps)
     hidden, cache = _attention(config).run(weights.attention, cache, x, work, angles, config, runtime)
-    x = NormedInput(hidden, weights.post_norm, config.rms_norm_eps)
+    x = NormedInput(hidden, weights.mlp_norm, config.rms_norm_eps)
     with jax.named_scope("mlp"):
         if isinstance(weights.mlp, moe.MoEWeights):
             return moe.run(weights.mlp, x, config, runtime.place), cache

@@ -4,7 +4,6 @@ from functools import partial as bind
 from typing import Any
 
 import jax
-from flax import struct
 
 from dcpjax.models.attention.dispatch import attend_on_device
 from dcpjax.models.attention.work import Runtime, Work
@@ -12,6 +11,7 @@ from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import LayerCache
 from dcpjax.models.layers import NormedInput, add_bias, dot, dots, rms_norm
 from dcpjax.models.rotary import Rotary, rotate
+from dcpjax.sharding import struct
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.merge import gather_over_dcp
 from dcpjax.sharding.mesh import Layout

@@ -15,8 +15,8 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
+from dcpjax.sharding import struct
 from dcpjax.sharding.arrays import Leaf
 
 Ints = TypeVar("Ints", int, np.ndarray, jax.Array)

@@ -42,7 +42,7 @@ def dot(
     `single_cpu`: the only device is a CPU, for which there are kernels.
     """
     if single_cpu and bias is None and product_calls.suits(_rows(x), weight):
-        return fused_dots(x, weight, onto=residual)[0]
+        return fused_dots(x, weight, residual=residual)[0]
     (y,) = dots(x, weight, single_cpu=single_cpu)
     y = add_bias(y, bias)
     return y if residual is None else residual + y

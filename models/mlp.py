@@ -1,11 +1,11 @@
 """The dense feed-forward block: SwiGLU (Shazeer 2020), its width F split over all devices."""
 
 import jax
-from flax import struct
 
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kernels.cpu import product_calls
 from dcpjax.models.layers import NormedInput, dot, dots, fused_dots
+from dcpjax.sharding import struct
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.mesh import Layout
 from dcpjax.sharding.rules import Placement
@@ -34,7 +34,7 @@ def run(weights: MLPWeights, x: NormedInput, place: Placement) -> jax.Array:
     """x [T, M] -> the residual stream [T, M] plus the result."""
     matrices = weights.gate, weights.up, weights.down
     if place.single_cpu and product_calls.suits(x.residual.shape[0], *matrices):
-        return place.constrain(fused_dots(x, *matrices, gated=True, onto=x.residual)[0], None, None)
+        return place.constrain(fused_dots(x, *matrices, gated=True, residual=x.residual)[0], None, None)
     gated = place.constrain(swiglu(x, weights.gate, weights.up, single_cpu=place.single_cpu), None, "ffn")
     return place.constrain(dot(gated, weights.down, residual=x.residual, single_cpu=place.single_cpu), None, None)
 

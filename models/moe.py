@@ -9,7 +9,6 @@ from functools import partial as bind
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from dcpjax.models import mlp
 from dcpjax.models.checkpoint_names import Stack
@@ -17,6 +16,7 @@ from dcpjax.models.config import ModelConfig, MoEConfig
 from dcpjax.models.layers import NormedInput, dot
 from dcpjax.models.mlp import MLPWeights, swiglu
 from dcpjax.models.router import route
+from dcpjax.sharding import struct
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
 from dcpjax.sharding.mesh import Layout
 from dcpjax.sharding.platform import on_cpu

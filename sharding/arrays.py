@@ -5,7 +5,8 @@ Its padded shape, its sharding and its loader are derived from the `ArraySpec`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
+from functools import partial as bind
 from typing import Any, Literal
 
 import jax
@@ -113,7 +114,7 @@ def zeros(spec: ArraySpec, place: Placement) -> jax.Array:
 @lru_cache(maxsize=256)
 def _zeros(spec: ArraySpec, sharding: jax.sharding.NamedSharding) -> Callable[[], jax.Array]:
     """One program for all equal specs, such as the caches of all layers."""
-    return jax.jit(partial(jnp.zeros, spec.shape, spec.dtype), out_shardings=sharding)
+    return jax.jit(bind(jnp.zeros, spec.shape, spec.dtype), out_shardings=sharding)
 
 
 def load(spec: ArraySpec, place: Placement, read: Read) -> jax.Array:
@@ -139,7 +140,7 @@ def dummy(spec: ArraySpec, place: Placement, seed: int) -> jax.Array:
 @lru_cache(maxsize=256)
 def _generator(spec: ArraySpec, sharding: jax.sharding.NamedSharding) -> Callable[[np.uint32], jax.Array]:
     """One program for all equal specs."""
-    return jax.jit(partial(_entries, spec), out_shardings=sharding)
+    return jax.jit(bind(_entries, spec), out_shardings=sharding)
 
 
 def _entries(spec: ArraySpec, seed: jax.Array) -> jax.Array:

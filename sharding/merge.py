@@ -33,7 +33,7 @@ class Partial(NamedTuple):
 
 
 def merge(left: Partial, right: Partial) -> Partial:
-    """Combine two partials over disjoint subsets of the keys."""
+    """Combine two partials over disjoint subsets of the keys: what MERGES compute for all ranks of a mesh."""
     lse = jnp.logaddexp(left.lse, right.lse)
     scale_left, scale_right = weight(left.lse, lse), weight(right.lse, lse)
     out = left.out * scale_left[..., None] + right.out * scale_right[..., None]

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from typing import Any
 
 from dcpjax.api.outputs import CompletionOutput, RequestOutput
@@ -39,6 +40,9 @@ class MockEngine:
         self.steps += 1
         keys = self.random.sample(sorted(self.running), min(len(self.running), self.random.randint(0, 3)))
         return [(key, answers(self.running.pop(key).body)) for key in keys]
+
+    def drop_waiting(self) -> list[int]:
+        return []
 
     def abort(self) -> None:
         self.aborted += 1
@@ -89,6 +93,8 @@ class Planned(MockEngine):
     def advance(self) -> list[tuple[int, list[RequestOutput]]]:
         if self.steps == self.plan.get("signal_at_step"):
             os.kill(os.getpid(), self.plan["signal"])
+            if self.plan.get("compiles"):
+                threading.Event().wait()  # as in a compilation: only the end of the process ends this
         if self.steps == self.plan.get("again_at_step"):
             os.kill(os.getpid(), self.plan["signal"])
             signal.pause()  # only the end of the process ends this

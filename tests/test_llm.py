@@ -1,5 +1,6 @@
 """The public interface on a tiny model with a tokenizer of one character per token."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +270,7 @@ def test_an_interrupt_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.Mon
 def test_non_finite_logits_end_a_request_with_an_error(folder: Path) -> None:
     broken = make(folder)
     poisoned = broken.runner.weights.norm.at[:].set(np.nan)
-    broken.runner.weights = broken.runner.weights.replace(norm=poisoned)
+    broken.runner.weights = replace(broken.runner.weights, norm=poisoned)
     (result,) = broken.generate("abc", GREEDY)
     assert result.error == "the model's logits are not finite (NaN or infinity)"
 

@@ -5,8 +5,10 @@
 
 import difflib
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from itertools import islice
 from numbers import Integral
 from typing import Any, TypeGuard, TypeVar
 
@@ -102,16 +104,28 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, but is {value!r}")
 
 
-def check_strings(name: str, texts: Any) -> None:
-    """Accept a sequence of non-empty strings.
+def check_count(name: str, count: int, most: int, what: str) -> None:
+    """Accept at most so many: "x must hold at most 2 strings, but holds 3; use 2 or fewer"."""
+    if count > most:
+        raise ValueError(f"{name} must hold at most {most} {what}, but holds {count}; use {most} or fewer")
 
-    "x must be a list of strings, but is 'a'; use ['a']", "x must hold non-empty strings, but holds ''".
+
+def check_strings(name: str, texts: Any, most: int = sys.maxsize, most_characters: int = sys.maxsize) -> None:
+    """Accept a sequence of at most `most` non-empty strings of at most `most_characters` characters each.
+
+    "x must be a list of strings, but is 'a'; use ['a']", "x must hold non-empty strings, but holds ''", "x must hold
+    strings of at most 4 characters, but one has 5; shorten it".
     """
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise ValueError(f"{name} must be a list of strings, but is {texts!r}; use [{str(texts)!r}]")
+    check_count(name, len(texts), most, "strings")
     for text in texts:
         if not isinstance(text, str) or not text:
             raise ValueError(f"{name} must hold non-empty strings, but holds {text!r}")
+        if len(text) > most_characters:
+            raise ValueError(
+                f"{name} must hold strings of at most {most_characters} characters, but one has {len(text)}; shorten it"
+            )
 
 
 def checked_token_id(name: str, token: Any) -> int:
@@ -121,8 +135,11 @@ def checked_token_id(name: str, token: Any) -> int:
     return plain
 
 
-def checked_token_ids(name: str, ids: Any) -> tuple[int, ...]:
-    """A tuple of token ids from any iterable of them: "x must be a list of token ids, but is 3"."""
+def checked_token_ids(name: str, ids: Any, most: int) -> tuple[int, ...]:
+    """A tuple of token ids from any iterable of at most `most`: "x must be a list of token ids, but is 3"."""
     if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
         raise ValueError(f"{name} must be a list of token ids, but is {ids!r}")
-    return tuple(checked_token_id(name, token) for token in ids)
+    listed = tuple(islice(ids, most + 1))
+    if len(listed) > most:
+        raise ValueError(f"{name} must hold at most {most} token ids, but holds more; use {most} or fewer")
+    return tuple(checked_token_id(name, token) for token in listed)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from dcpjax.api.bitmask import pack
 from dcpjax.api.checks import (
     check_bool,
+    check_count,
     check_integer,
     check_number,
     check_option_names,
@@ -24,6 +25,13 @@ from dcpjax.api.vllm_options import SAMPLING, without_neutral
 
 MAX_SEED = 2**63 - 1
 MAX_LOGIT_BIAS = 100.0
+# Bounds on the work that one request can ask for. `n` and `logit_bias` have vLLM's; OpenAI takes 128 and 4 stops.
+MAX_N = 16_384
+MAX_LOGIT_BIASES = 1024
+MAX_STOPS, MAX_STOP_CHARACTERS = 128, 1024
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 1024, 256
+MAX_STOP_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 2**20  # more than any vocabulary holds
 MAX_LOGPROB_TOKEN_IDS = 128  # vLLM's
 
 Params = TypeVar("Params")
@@ -53,7 +61,7 @@ class SamplingParams:
     checked again then.
 
     Args:
-        n: completions per prompt; completion i of a seeded request uses `seed + i`.
+        n: completions per prompt, at most 16,384; completion i of a seeded request uses `seed + i`.
         temperature: 0 takes the most likely token; otherwise logits are divided by it before sampling.
         top_p: keep the smallest set of most likely tokens whose probabilities reach this sum (Holtzman et al. 2020).
         top_k: keep this many of the most likely tokens; 0 or -1 keeps all.
@@ -62,13 +70,15 @@ class SamplingParams:
             likely (Keskar et al. 2019).
         frequency_penalty: subtracted from a token's logit for each time it was generated.
         presence_penalty: subtracted from a token's logit if it was generated before.
-        logit_bias: numbers added to the logits of these token ids, clipped to -100 and 100.
+        logit_bias: numbers added to the logits of these token ids, clipped to -100 and 100; at most 1,024.
         allowed_token_ids: only these tokens are generated; None allows all.
-        bad_words: texts that are not generated, neither at the start of a word nor after a space.
+        bad_words: texts that are not generated, neither at the start of a word nor after a space; at most 1,024 of
+            256 characters.
         seed: makes the random draws of the request depend on this seed and the token's position alone. None:
             derived from the engine's seed and the order in which requests were added.
-        stop: strings that end generation; the text ends before the one that occurs first.
-        stop_token_ids: tokens that end generation, besides the model's own end of sequence.
+        stop: strings that end generation; the text ends before the one that occurs first. At most 128 of 1,024
+            characters.
+        stop_token_ids: tokens that end generation, besides the model's own end of sequence; at most 1,024.
         include_stop_str_in_output: keep the stop string at the end of the text.
         ignore_eos: continue after the model's end of sequence.
         max_tokens: most tokens to generate; None generates up to the model length.
@@ -137,7 +147,7 @@ class SamplingParams:
         check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
         check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_integer("n", self.n, 1)
+        check_integer("n", self.n, 1, MAX_N)
         check_integer("top_k", self.top_k, -1)
         if self.seed is not None:
             check_integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
@@ -160,22 +170,27 @@ class SamplingParams:
     def _freeze_lists(self) -> None:
         """Copy lists, so that later changes by the caller have no effect."""
         set_ = object.__setattr__
-        set_(self, "stop", _unique_strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
-        set_(self, "bad_words", _unique_strings("bad_words", self.bad_words))
-        set_(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        set_(self, "stop", _unique_strings("stop", stops, MAX_STOPS, MAX_STOP_CHARACTERS))
+        set_(self, "bad_words", _unique_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS))
+        set_(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS))
         if self.logit_bias is not None:
             set_(self, "logit_bias", _biases(self.logit_bias))
         if self.allowed_token_ids is not None:
-            set_(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            set_(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS))
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids must hold at least one token id, but is empty; use None for all")
         if self.logprob_token_ids is not None:
-            set_(self, "logprob_token_ids", _token_ids("logprob_token_ids", self.logprob_token_ids))
+            set_(
+                self,
+                "logprob_token_ids",
+                _token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS),
+            )
             self._check_logprob_token_ids(len(self.logprob_token_ids))
 
     def _check_logprob_token_ids(self, count: int) -> None:
-        if not 1 <= count <= MAX_LOGPROB_TOKEN_IDS:
-            raise ValueError(f"logprob_token_ids must be 1 to {MAX_LOGPROB_TOKEN_IDS} token ids, but are {count}")
+        if not count:
+            raise ValueError("logprob_token_ids must hold at least one token id, but is empty; use None for none")
         if self.logprobs is not None and self.logprobs != count:
             raise ValueError(
                 f"logprobs must be None or {count}, the number of logprob_token_ids, but is {self.logprobs}; use None"
@@ -254,21 +269,22 @@ class SamplingParams:
         return cls(**options)
 
 
-def _unique_strings(name: str, texts: Sequence[str] | None) -> list[str]:
+def _unique_strings(name: str, texts: Sequence[str] | None, most: int, most_characters: int) -> list[str]:
     if texts is None:
         return []
-    check_strings(name, texts)
+    check_strings(name, texts, most, most_characters)
     return list(dict.fromkeys(texts))
 
 
-def _token_ids(name: str, ids: Any) -> list[int]:
-    return [] if ids is None else list(checked_token_ids(name, ids))
+def _token_ids(name: str, ids: Any, most: int) -> list[int]:
+    return [] if ids is None else list(checked_token_ids(name, ids, most))
 
 
 def _biases(biases: Any) -> dict[int, float]:
     """Ids may be strings of digits, as in JSON. Values are clipped to [-100, 100], as in vLLM."""
     if not isinstance(biases, Mapping):
         raise ValueError(f"logit_bias must be a mapping from token id to number, but is {biases!r}")
+    check_count("logit_bias", len(biases), MAX_LOGIT_BIASES, "tokens")
     found = {}
     for token, bias in biases.items():
         token = int(token) if isinstance(token, str) and token.isdecimal() else token

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dcpjax.api.checks import MAX_TOKEN_ID, is_integer
 from dcpjax.checkpoint.fp8_source import Block, Fp8Source, fp8_block
 from dcpjax.checkpoint.gguf_config import gguf_config
 from dcpjax.checkpoint.gguf_source import GGUFSource
@@ -18,6 +19,7 @@ from dcpjax.checkpoint.hub import read_json, resolve_model
 from dcpjax.checkpoint.presets import PRESETS
 from dcpjax.checkpoint.tokenizer import Tokenizer
 from dcpjax.checkpoint.weight_files import SafetensorsSource, TensorSource
+from dcpjax.models.config_values import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +87,13 @@ def _gguf_tokenizer(path: Path) -> Tokenizer | None:
 
 def _open_folder(folder: Path) -> ModelFiles:
     config = _config(folder)
+    generation_config = _optional_json(folder / "generation_config.json")
+    _check_token_ids(config, "config.json")
+    _check_token_ids(generation_config, "generation_config.json")
     return ModelFiles(
         path=folder,
         config=config,
-        generation_config=_optional_json(folder / "generation_config.json"),
+        generation_config=generation_config,
         tensors=partial(_folder_tensors, folder, fp8_block(config)),
         tokenizer=partial(_folder_tokenizer, folder),
     )
@@ -113,3 +118,11 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
+
+
+def _check_token_ids(entries: dict[str, Any], file: str) -> None:
+    for key in ("bos_token_id", "eos_token_id"):
+        value = entries.get(key)
+        ids = value if isinstance(value, list) else [value] if value is not None else []
+        if not all(is_integer(token_id) and 0 <= token_id <= MAX_TOKEN_ID for token_id in ids):
+            raise ValueError(f"{file}: {key} must be a token id or a list of them, but is {shown(value)}")

@@ -7,8 +7,9 @@ checkpoint only, and transformers' sandbox renders them, in `_render_chat`.
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -17,10 +18,13 @@ from dcpjax.checkpoint.detokenizer import Detokenizer, Leading, decoding_rule
 from dcpjax.checkpoint.gguf_header import read_header
 from dcpjax.checkpoint.gguf_tokenizer import gguf_backend, gguf_tokenizer_config
 from dcpjax.checkpoint.hub import read_json
+from dcpjax.checkpoint.interruptible import interruptibly
 from dcpjax.checkpoint.messages import check_tools, checked_messages, nested_keys
+from dcpjax.checkpoint.plain_file import MOST_BYTES, check_plain_file, read_text
 
 TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TOKEN_ID = 2**32 - 1
+LONG_TEXT = 1 << 15  # characters: from here on, tokenising takes longer than some ten milliseconds
 # arguments of transformers' apply_chat_template, which `chat_template_kwargs` must not set
 RENDER_ARGUMENTS = frozenset(
     [
@@ -56,6 +60,7 @@ class Tokenizer:
         self._config = config
         self._rule = decoding_rule(backend.decoder)
         self._pieces: dict[int, bytes] = {}
+        self._rendering = Lock()  # the renderer sets options of its tokenizer, which fails while another thread uses it
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -67,6 +72,7 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> "Tokenizer":
         """tokenizer.json as it stands, the names in tokenizer_config.json, and the chat template."""
         path = folder / "tokenizer.json"
+        check_plain_file(path, MOST_BYTES)
         try:
             backend = Backend.from_file(str(path))
         except Exception as error:  # The library raises the bare Exception.
@@ -91,7 +97,10 @@ class Tokenizer:
             raise ValueError(
                 f"text must be valid Unicode, but holds a lone surrogate at position {error.start}; remove it"
             ) from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        encode = partial(self._backend.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
+        return interruptibly(encode)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """All bytes of the tokens, read as UTF-8 once; bytes that are not UTF-8 read as U+FFFD."""
@@ -178,9 +187,10 @@ class Tokenizer:
     def _render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """The only place where a template runs: transformers' sandbox, which also escapes control tokens."""
         try:
-            return self.hugging_face.apply_chat_template(
-                messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
-            )
+            with self._rendering:
+                return self.hugging_face.apply_chat_template(
+                    messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
+                )
         except Exception as error:  # A template is third-party text: it can fail in any way.
             raise ValueError(
                 f"messages must fit the model's chat template, but it refused them: {error}; "
@@ -215,7 +225,7 @@ def _folder_config(folder: Path) -> dict[str, Any]:
     config = read_json(path) if path.exists() else {}
     config["chat_template"] = _named_templates(config.get("chat_template"))
     if template.exists():
-        config["chat_template"] = template.read_text(encoding="utf-8")
+        config["chat_template"] = read_text(template)
     return config
 
 

@@ -20,12 +20,12 @@ from dcpjax.cli import (
     batch,
     bench,
     chat,
-    completion,
     config_file,
     env,
     generate,
     inspect,
     plan,
+    shell_completion,
     simulate,
 )
 from dcpjax.cli.flags import Flags, Parser, names_to_flags, parse
@@ -96,7 +96,7 @@ COMMANDS = {
         "dcpjax completion bash|zsh|fish",
         "print a script for your shell that completes commands and flags",
         lambda parser: None,
-        lambda flags: completion.run(
+        lambda flags: shell_completion.run(
             flags, parsers(), {name: command.positional for name, command in COMMANDS.items()}
         ),
         "{bash,zsh,fish}",

@@ -12,7 +12,7 @@ from typing import Any
 from dcpjax.checkpoint.hub import cache_folder
 from dcpjax.cli.flags import Flags, Parser
 
-REQUIRED = ("dcpjax", "jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers", "safetensors")
+REQUIRED = ("dcpjax", "jax", "jaxlib", "numpy", "transformers", "tokenizers", "safetensors")
 OPTIONAL = ("gguf", "huggingface_hub", "torch")
 
 

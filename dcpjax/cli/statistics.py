@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dcpjax.cli.flags import Parser
@@ -24,31 +24,34 @@ def add_stats_flag(parser: Parser, text: str) -> None:
 
 @dataclass
 class Timing:
-    """Seconds of a call, and how many of them were spent compiling."""
+    """Seconds of a call, and how many of them were spent compiling and reading programs kept from an earlier run."""
 
     seconds: float = 0.0
     compiling: float = 0.0
+    reading: float = 0.0
 
 
 @contextlib.contextmanager
 def timed(llm: "LLM") -> Iterator[Timing]:
     """Measure a `with` block. The timing is filled in at its end."""
-    timing, started, compiled = Timing(), time.monotonic(), llm.runner.compile_seconds
+    timing, started, before = Timing(), time.monotonic(), replace(llm.runner.compile_times)
     try:
         yield timing
     finally:
         timing.seconds = time.monotonic() - started
-        timing.compiling = llm.runner.compile_seconds - compiled
+        timing.reading = llm.runner.compile_times.reading - before.reading
+        timing.compiling = llm.runner.compile_times.seconds - before.seconds - timing.reading
 
 
 def statistics_line(llm: "LLM", *, prompt_tokens: int, new_tokens: int, timing: Timing) -> str:
-    """Layout, cache, tokens and speed in one line. Time spent compiling is given apart and not part of the speed."""
-    running = timing.seconds - timing.compiling
+    """Layout, cache, tokens and speed in one line. Time spent on programs is given apart and not part of the speed."""
+    running = timing.seconds - timing.compiling - timing.reading
     speed = new_tokens / max(running, 1e-9)
-    compiling = f" + {timing.compiling:.1f} s compiling" if timing.compiling >= 0.05 else ""
+    waits = {"loading kept programs": timing.reading, "compiling": timing.compiling}
+    apart = "".join(f" + {seconds:.1f} s {what}" for what, seconds in waits.items() if seconds >= 0.05)
     return (
         f"{describe_layout(llm)} | {prompt_tokens:,} prompt + {new_tokens:,} new tokens in "
-        f"{running:.1f} s{compiling}, {speed:.1f} tokens/s"
+        f"{running:.1f} s{apart}, {speed:.1f} tokens/s"
     )
 
 

@@ -90,8 +90,8 @@ class Engine:
     def recover(self) -> None:
         """After an interrupted step: free the requests that it finished, compute the others in it again."""
         if self._stepping:
-            self._stepping = False
             self._start_over()
+            self._stepping = False
 
     def reset_prefix_cache(self) -> bool:
         """Forget what the blocks hold. False, and nothing happens, while requests hold blocks."""
@@ -209,7 +209,7 @@ class Engine:
     def _start_over(self) -> None:
         """Drop the step in flight; compute the running requests again from their known tokens."""
         self._in_flight = None
-        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+        for request in self.scheduler.touched():
             if request.status is Status.FINISHED:
                 self.end(request)
         self.scheduler.start_over()

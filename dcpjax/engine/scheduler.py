@@ -8,11 +8,13 @@ and is computed again later from its prompt and its generated tokens, except for
 
 import heapq
 from bisect import insort
+from collections import deque
 from dataclasses import dataclass, field
 
 from dcpjax.engine.blocks import BlockContent, BlockManager, PrefixMatch
 from dcpjax.engine.request import Request, Status
 from dcpjax.engine.stats import SchedulerCounters
+from dcpjax.engine.waiting import WaitingQueue
 from dcpjax.models.kv_cache import CacheGeometry
 
 LEAST_COPIED = 64  # fewest tokens worth copying from a partly matching block: a tile of prefill
@@ -80,9 +82,10 @@ class Scheduler:
     def __init__(self, blocks: BlockManager, geometry: CacheGeometry, limits: StepLimits) -> None:
         self.blocks, self.geometry, self.limits = blocks, geometry, limits
         self.counters = SchedulerCounters()
-        self.waiting: list[Request] = []  # in the order in which they will be served
+        self.waiting = WaitingQueue()  # in the order in which they will be served
         self.running: list[Request] = []  # in the same order: the last is preempted first
         self._seats = list(range(limits.max_num_seqs))  # a heap: the lowest seat is taken first
+        self._launched = deque[list[Scheduled]](maxlen=2)  # the newest steps: no older one is in flight
 
     @property
     def has_work(self) -> bool:
@@ -100,10 +103,11 @@ class Scheduler:
                 f"{len(request.prompt_token_ids)} + {request.max_tokens} tokens need {needed} blocks; "
                 f"raise kv_cache_memory_bytes or shorten the request"
             )
-        insort(self.waiting, request, key=_order)
+        self.waiting.add(request)
 
     def schedule(self) -> list[Scheduled]:
         """Choose the next step's tokens and give them blocks. Entries of one token come first in the list."""
+        self.waiting.bring_back(lambda request: not self._waits_for_sibling(request))
         step = StepBuilder(self.limits.max_num_batched_tokens)
         prompts, decodes = list[Request](), list[Request]()
         for request in self.running:
@@ -124,6 +128,7 @@ class Scheduler:
     def update(self, step: list[Scheduled]) -> None:
         """Note that the step has been launched: from the next step on, its tokens are in the cache."""
         self.counters.steps += 1
+        self._launched.append(step)
         for entry in step:
             request, prompt = entry.request, len(entry.request.prompt_token_ids)
             request.num_computed = entry.start + entry.count
@@ -137,9 +142,14 @@ class Scheduler:
 
     def start_over(self) -> None:
         """Give up the tokens in flight and compute the running requests again."""
-        for request in [*self.running, *self.waiting]:
+        for request in self.touched():
             request.num_in_flight = 0
+        self._launched.clear()
         self.preempt_all()
+
+    def touched(self) -> list[Request]:
+        """The requests of which a launched step may not have been collected whole."""
+        return list(dict.fromkeys(entry.request for step in self._launched for entry in step))
 
     def release(self, request: Request) -> None:
         """Forget a finished or aborted request and free its blocks."""
@@ -222,7 +232,9 @@ class Scheduler:
 
     def _next_waiting(self) -> Request | None:
         """The first to be served. A request waits while its first sibling fills the cache that both will share."""
-        return next((request for request in self.waiting if not self._waits_for_sibling(request)), None)
+        while (request := self.waiting.first()) and self._waits_for_sibling(request):
+            self.waiting.set_first_aside()
+        return request
 
     def _waits_for_sibling(self, request: Request) -> bool:
         sibling = request.first_sibling
@@ -272,7 +284,7 @@ class Scheduler:
         self._give_back(request)
         self.counters.preemptions += 1
         request.metrics.preemptions += 1
-        insort(self.waiting, request, key=_order)
+        self.waiting.add(request)
 
     def _give_back(self, request: Request) -> None:
         """Free a running request's blocks and its seat. The blocks keep what they hold."""

@@ -27,6 +27,7 @@ class RunningPrompt:
         """`events`: where the events of its completions go."""
         self.submission, self.events = submission, events
         self.completions: list[Completion] = []
+        self._unfinished = submission.params.n
         self.output = RequestOutput(
             submission.request_id,
             submission.prompt,
@@ -41,6 +42,11 @@ class RunningPrompt:
         self.output.outputs.append(completion.output)
         return completion
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether every completion has been scheduled at least once."""
+        return all(completion.request.metrics.first_scheduled_time for completion in self.completions)
+
     def fail(self, message: str) -> None:
         """Give every completion the error, without running any."""
         for index in range(self.submission.params.n):
@@ -48,10 +54,9 @@ class RunningPrompt:
             self.record(StreamEvent(self.submission.index, index, "", [], "error", error=message))
 
     def record(self, event: StreamEvent) -> None:
-        self.events.append(event)
-        self.output.finished = len(self.output.outputs) == self.submission.params.n and all(
-            output.finish_reason for output in self.output.outputs
-        )
+        self._unfinished -= event.finish_reason is not None
+        self.output.finished = not self._unfinished
+        self.events.append(event)  # last: another thread may be waiting for it
 
 
 class Completion:

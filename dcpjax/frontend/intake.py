@@ -5,6 +5,7 @@ What is wrong with one prompt becomes that submission's error; the others are no
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from dcpjax.checkpoint.model_files import ModelFiles
 from dcpjax.checkpoint.tokenizer import Tokenizer
 from dcpjax.engine.request import Request
 from dcpjax.frontend.completion import RunningPrompt
+from dcpjax.frontend.prompt_length import check_text, check_tokens, texts_of
 from dcpjax.frontend.submission import Submission
 from dcpjax.frontend.text import TextStream
 from dcpjax.sampling.bad_words import bad_word_ids
@@ -45,9 +47,10 @@ class Intake:
         self.default_params = _default_params(files.generation_config)
         self._engine = engine
         self.eos_token_ids = _eos_token_ids(files, tokenizer)
-        self._num_requests = 0
+        self._numbers = itertools.count()
         self._request_ids = map(str, itertools.count())
         self._guides: GuideMaker | None = None
+        self._bad_words = lru_cache(maxsize=16)(self._tokenised_bad_words)  # many prompts share their params
 
     def submissions(self, prompts: Any, sampling_params: Any, priority: Any = None) -> list[Submission]:
         """One for each prompt. Raises ValueError for lists of different lengths."""
@@ -69,8 +72,7 @@ class Intake:
     ) -> Submission:
         """Tokenise and check one prompt; what is wrong with it becomes the submission's error."""
         try:
-            text, ids = self._encode(prompt)
-            ids = self._truncated(ids, params)
+            text, ids = self._encode(prompt, self._kept(params))
             self._check_length(ids)
             params.check_against(self.vocab_size, self._engine.max_logprobs)
             if isinstance(prompt, Mapping):
@@ -83,7 +85,7 @@ class Intake:
                 prompt_token_ids=ids,
                 priority=priority,
                 cache_salt=_checked_salt(cache_salt),
-                bad_words=self._bad_words(params),
+                bad_words=self._bad_words(tuple(params.bad_words or ())),
                 make_guide=self._guide_maker(params),
             )
         except ValueError as error:
@@ -103,6 +105,8 @@ class Intake:
         if self.tokenizer is None:
             raise ValueError("chat must have a tokenizer, but the model has none; use generate with token ids")
         try:
+            for text in texts_of(conversation) if params.truncate_prompt_tokens is None else ():
+                self._check_text(text)
             ids = self.tokenizer.apply_chat_template(conversation, **template)
         except ValueError as error:
             return self._refused(index, params, error)
@@ -159,47 +163,53 @@ class Intake:
                 "set scheduling_policy='priority'"
             )
 
-    def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
+    def _kept(self, params: SamplingParams) -> int | None:
+        """How many of a prompt's last tokens are kept; None keeps all, and refuses a prompt of too many."""
+        return self.max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+
+    def _encode(self, prompt: Any, kept: int | None) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            return self._encode_mapping(prompt)
+            return self._encode_mapping(prompt, kept)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, but the model has none; give token ids")
-            return prompt, self.tokenizer.encode(prompt)
+            if kept is None:
+                self._check_text(prompt)
+            return prompt, _last(self.tokenizer.encode(prompt), kept)
+        if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
+            prompt = _last(prompt, kept)
+            check_tokens(prompt.size if isinstance(prompt, np.ndarray) else len(prompt), self.max_model_len)
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes) or np.ndim(prompt) != 1:
             raise ValueError(f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}")
         return None, [_token_id(token, self.vocab_size) for token in prompt]
 
-    def _encode_mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+    def _encode_mapping(self, prompt: Mapping[str, Any], kept: int | None) -> tuple[str | None, list[int]]:
         """Token ids go before a text, which is then only shown."""
         known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
         if not known:
             raise ValueError(f"a prompt must have the key 'prompt' or 'prompt_token_ids', but has {list(prompt)}")
         check_option_names(without_neutral(prompt, PROMPT), prompt_forms.KEYS, what="key of a prompt")
-        text, ids = self._encode(prompt[known[0]])
+        text, ids = self._encode(prompt[known[0]], kept)
         return text if len(known) == 1 else _shown_text(prompt["prompt"]), ids
-
-    def _truncated(self, ids: list[int], params: SamplingParams) -> list[int]:
-        """The last tokens, as many as `truncate_prompt_tokens` keeps."""
-        kept = params.truncate_prompt_tokens
-        return ids if kept is None else ids[-(self.max_model_len - 1 if kept == -1 else kept) :]
 
     def _check_length(self, ids: list[int]) -> None:
         if not ids:
             raise ValueError("a prompt must hold at least one token, but is empty")
-        if len(ids) >= self.max_model_len:
-            raise ValueError(
-                f"a prompt must hold at most {self.max_model_len - 1} tokens (max_model_len={self.max_model_len} "
-                f"leaves one to generate), but holds {len(ids)}"
-            )
+        check_tokens(len(ids), self.max_model_len)
 
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        if not params.bad_words:
+    def _check_text(self, text: str) -> None:
+        """Refuse a text that alone is too long, before all of it is tokenised."""
+        tokenizer = self.tokenizer
+        if tokenizer is not None:
+            check_text(text, self.max_model_len, lambda piece: tokenizer.encode(piece, add_special_tokens=False))
+
+    def _tokenised_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        if not words:
             return ()
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise ValueError("bad_words must have a tokenizer, but the model has none; use logit_bias with token ids")
-        return bad_word_ids(params.bad_words, lambda word: tokenizer.encode(word, add_special_tokens=False))
+        return bad_word_ids(words, lambda word: tokenizer.encode(word, add_special_tokens=False))
 
     def _guide_maker(self, params: SamplingParams) -> Any:
         """A maker of fresh guides, one for each completion; None if the output is free."""
@@ -216,7 +226,7 @@ class Intake:
 
     def _request(self, submission: Submission, index: int, **options: Any) -> Request:
         """The request of completion number `index`. The result shows the metrics of completion 0."""
-        number, self._num_requests = self._num_requests, self._num_requests + 1
+        number = next(self._numbers)
         params, room = submission.params, self.max_model_len - len(submission.prompt_token_ids)
         ends = set(params.stop_tokens) | (set() if params.ignore_eos else self.eos_token_ids)
         return Request(
@@ -259,6 +269,12 @@ def _listed_conversations(messages: Any) -> list[Any]:
             f"{type(messages).__name__}"
         )
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+
+
+def _last(ids: Any, kept: int | None) -> Any:
+    """The last `kept` token ids of a sequence or array; None keeps all."""
+    is_number = isinstance(ids, np.ndarray) and not ids.ndim
+    return ids if kept is None or is_number else ids[-kept:]
 
 
 def _shown_text(text: Any) -> str:

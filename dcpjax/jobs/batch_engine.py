@@ -59,12 +59,17 @@ class BatchEngine:
 
     def advance(self) -> list[tuple[int, Sequence[RequestOutput]]]:
         """Run one step; the requests that it finished."""
-        if self._llm.engine.has_work:
-            self._llm.advance()
+        self._llm.advance()
         keys = {event.prompt_index for event in self._events} & self._running.keys()
         self._events.clear()
         finished = sorted(key for key in keys if all(prompt.output.finished for prompt in self._running[key]))
         return [(key, [prompt.output for prompt in self._running.pop(key)]) for key in finished]
+
+    def drop_waiting(self) -> list[int]:
+        """Drop the requests of which a completion has not begun; their keys."""
+        waiting = [key for key, prompts in self._running.items() if not all(prompt.has_begun for prompt in prompts)]
+        self._llm.abandon([prompt for key in waiting for prompt in self._running.pop(key)])
+        return waiting
 
     def abort(self) -> None:
         """Drop everything that has not finished."""

@@ -31,6 +31,10 @@ class BatchEngineProtocol(Protocol):
         """Run one step; the requests that it finished, with a result for each of their prompts."""
         ...
 
+    def drop_waiting(self) -> list[int]:
+        """Drop the requests that have not wholly begun; their keys."""
+        ...
+
     def abort(self) -> None:
         """Drop everything that has not finished."""
         ...
@@ -82,10 +86,10 @@ class BatchJob:
         self._statistics.start()
         try:
             while not self._is_done():
+                self._submit_lines()
                 if self._stop():
                     self._finish_running()
                     return
-                self._submit_lines()
                 self._run_step()
             self._end()
         except BaseException:
@@ -167,8 +171,10 @@ class BatchJob:
         self._progress.report_error(line, error["code"], error["message"])
 
     def _finish_running(self) -> None:
-        """Let running requests finish within the grace period, then drop the rest."""
+        """Let requests that have begun finish within the grace period, and drop the rest."""
         self._statistics.state, end = "stopping", self._clock() + self._options.grace_seconds
+        for number in self._engine.drop_waiting():
+            del self._running[number]
         while self._running and self._clock() < end:
             self._run_step()
         self._engine.abort()

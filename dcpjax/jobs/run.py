@@ -182,6 +182,9 @@ class _NoEngine:
     def advance(self) -> list[Any]:
         return []
 
+    def drop_waiting(self) -> list[int]:
+        return []
+
     def abort(self) -> None:
         pass
 

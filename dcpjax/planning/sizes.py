@@ -14,6 +14,7 @@ All other weights stay bfloat16, the router float32 as in the engine.
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, cast
 
@@ -103,7 +104,7 @@ def _kinds_and_specs(weights: decoder.Weights) -> Iterator[Part]:
     if weights.head is not None:
         yield "head", weights.head
     for layer in weights.layers:
-        yield from _with_kind("norm", layer.replace(attention=None, mlp=None))  # type: ignore[attr-defined]
+        yield from _with_kind("norm", replace(layer, attention=None, mlp=None))
         yield from _with_kind("attention", layer.attention)
         if not isinstance(layer.mlp, MoEWeights):
             yield from _with_kind("dense", layer.mlp)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from flax import struct
 
 from dcpjax.engine.scheduler import Scheduled
 from dcpjax.models.attention.work import Tiles, Work
 from dcpjax.models.kv_cache import CacheGeometry
+from dcpjax.sharding import struct
 
 PREFILL_TILE = 64  # query tokens of a prompt that attend together
 SHORT_TILE = 8  # the same, in the smallest steps

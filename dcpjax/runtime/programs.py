@@ -11,6 +11,7 @@ request is at its newest token ends after `forward`.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial as bind
 from typing import Any
 
@@ -87,7 +88,7 @@ def known_tokens(batch: Batch, latest: jax.Array) -> jax.Array:
 
 def head_weights(weights: Any) -> Any:
     """The weights without the layers: the head's programs do not need them, and each array passed costs host time."""
-    return weights.replace(layers=())
+    return replace(weights, layers=())
 
 
 def gather_rows(hidden: jax.Array, indices: jax.Array) -> jax.Array:

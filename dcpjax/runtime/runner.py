@@ -1,10 +1,8 @@
 """Runs the steps that the scheduler chose on a model on its mesh: launch now, collect the sampled tokens later."""
 
 import atexit
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial as bind
 from typing import Any
 from weakref import WeakSet
@@ -15,16 +13,18 @@ import numpy as np
 from dcpjax.api.config import EngineConfig
 from dcpjax.api.progress import status
 from dcpjax.checkpoint.model_files import ModelFiles
+from dcpjax.engine.request import Request
 from dcpjax.engine.result import StepResult
 from dcpjax.engine.scheduler import Scheduled
 from dcpjax.models.attention.up_projected import up_projection_threshold
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.runtime.batch import Batch, ShapeBuckets, build
+from dcpjax.runtime.compiling import CompileTimes, run_all
 from dcpjax.runtime.logit_rows import SampledRows, ScoredTokens
 from dcpjax.runtime.memory import Sizes, resolve_sizes, table_width
 from dcpjax.runtime.model import MeshModel, lay_out
 from dcpjax.runtime.programs import Programs, head_weights, padded_pairs
-from dcpjax.runtime.step_result import step_result
+from dcpjax.runtime.read_back import read_back
 from dcpjax.sampling.sampler import Sampled
 from dcpjax.sampling.scoring import Logprobs
 
@@ -74,7 +74,7 @@ class Runner:
         self.latest = self._no_tokens()  # each seat's newest token
         self.shapes = _shape_buckets(model, sizes)
         self.programs = Programs(model.config, model.runtime, self.cache)
-        self.compile_seconds = 0.0
+        self.compile_times = CompileTimes()
         self._compiled: set[ProgramKey] = set()
         _runners.add(self)
 
@@ -82,39 +82,50 @@ class Runner:
     def geometry(self) -> CacheGeometry:
         return self.model.geometry
 
+    @property
+    def compile_seconds(self) -> float:
+        """Spent on compiling and on reading kept programs, since the first step."""
+        return self.compile_times.seconds
+
     def launch(self, step: Sequence[Scheduled]) -> LaunchedStep:
         """Start a step and return at once with what it will have sampled."""
         batch = build(step, self.shapes, self.geometry)
         sampled_rows = SampledRows.of(step, batch, self.shapes, self.model.config.vocab_size)
         scored_tokens = ScoredTokens.of(step, self.model.config.vocab_size)
-        with self._noting_compilation(batch, sampled_rows, scored_tokens):
-            self._copy_blocks([entry.copy for entry in step if entry.copy])
-            (hidden, finite), self.cache = self.programs.forward(self.weights, self.cache, self.latest, batch)
-            launched = LaunchedStep(
-                step,
-                None if all(entry.samples for entry in step) else finite,
-                sampled_rows and self._sample(hidden, sampled_rows),
-                scored_tokens and self._score(hidden, scored_tokens),
-            )
+        if not self._compiled.issuperset(_keys(batch, sampled_rows, scored_tokens)):
+            self._compile(step, batch.tokens.size)
+        self._copy_blocks([entry.copy for entry in step if entry.copy])
+        (hidden, finite), self.cache = self.programs.forward(self.weights, self.cache, self.latest, batch)
+        launched = LaunchedStep(
+            step,
+            None if all(entry.samples for entry in step) else finite,
+            sampled_rows and self._sample(hidden, sampled_rows),
+            scored_tokens and self._score(hidden, scored_tokens),
+        )
         jax.tree.map(lambda array: array.copy_to_host_async(), launched.arrays)
         return launched
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a step; its results in the order of its entries."""
-        return step_result(launched.step, *jax.device_get(launched.arrays))
+        return read_back(launched.step, *jax.device_get(launched.arrays))
 
     def programs_of(self, step: Sequence[Scheduled]) -> dict[ProgramKey, Callable[[], Any]]:
         """What compiles each program of a step without running it. Later calls of that shape find it compiled."""
         batch = build(step, self.shapes, self.geometry)
         rows = SampledRows.of(step, batch, self.shapes, self.model.config.vocab_size)
-        keys = _keys(batch, rows, None)
+        scored = ScoredTokens.of(step, self.model.config.vocab_size)
+        keys = _keys(batch, rows, scored)
         programs, forward = dict[ProgramKey, Callable[[], Any]](), self.programs.forward
         programs[next(keys)] = bind(_compile, forward, self.weights, self.cache, self.latest, batch)
+        hidden, head = self._hidden(batch.tokens.size), head_weights(self.weights)
         if rows is not None:
-            hidden, gathered = self._hidden(batch.tokens.size), self._hidden(rows.indices.size)
-            head = head_weights(self.weights)
+            gathered = self._hidden(rows.indices.size)
             programs[next(keys)] = bind(_compile, self.programs.gather, hidden, rows.indices)
             programs[next(keys)] = bind(_compile, self.programs.sample, head, gathered, self.latest, rows.options)
+        if scored is not None:
+            gathered, program = self._hidden(scored.indices.size), self.programs.score
+            programs[next(keys)] = bind(_compile, self.programs.gather, hidden, scored.indices)
+            programs[next(keys)] = bind(_compile, program, head, gathered, scored.targets, scored.num_logprobs)
         return programs
 
     def copy_programs(self) -> dict[ProgramKey, Callable[[], Any]]:
@@ -162,20 +173,15 @@ class Runner:
         gathered = self.programs.gather(hidden, tokens.indices)
         return self.programs.score(head_weights(self.weights), gathered, tokens.targets, tokens.num_logprobs)
 
-    @contextmanager
-    def _noting_compilation(
-        self, batch: Batch, sampled: SampledRows | None, scored: ScoredTokens | None
-    ) -> Generator[None]:
-        """When a step has a new shape, say that it compiles and add up the time."""
-        keys = set(_keys(batch, sampled, scored))
-        if keys <= self._compiled:
-            yield
-            return
-        started = time.monotonic()
-        with status(f"compiling the step for {batch.tokens.size} tokens", shown=self.progress):
-            yield
-        self.compile_seconds += time.monotonic() - started
-        self.note_compiled(keys)
+    def _compile(self, step: Sequence[Scheduled], tokens: int) -> None:
+        """Compile what a step of a new shape runs, and beside it the decodes that follow: they are needed next."""
+        programs = self.programs_of(step)
+        if following := _next_decodes(step):
+            programs |= self.programs_of(following)
+        new = {key: program for key, program in programs.items() if key not in self._compiled}
+        with status(f"compiling the step for {tokens} tokens", shown=self.progress), self.compile_times.noting():
+            run_all(new.values())
+        self.note_compiled(new)
 
     def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
         """[tokens, M], as `forward` and `gather` give it."""
@@ -195,6 +201,16 @@ def _shape_buckets(model: MeshModel, sizes: Sizes) -> ShapeBuckets:
         # only on CPU: elsewhere a kernel takes absorbed prompts, and up-projected ones would run the slower loop
         whole_prompts_from=up_projection_threshold(mla) if mla and model.platform == "cpu" else None,
     )
+
+
+def _next_decodes(step: Sequence[Scheduled]) -> list[Scheduled]:
+    """A step of the shape of the next one, if no request comes or stops: a token for each request that goes on."""
+    goes_on = [entry for entry in step if entry.samples and _more_than_one_left(entry.request)]
+    return [replace(entry, start=entry.start + entry.count - 1, count=1, copy=None) for entry in goes_on]
+
+
+def _more_than_one_left(request: Request) -> bool:
+    return request.max_tokens - len(request.output_token_ids) > 1
 
 
 def _keys(batch: Batch, sampled: SampledRows | None, scored: ScoredTokens | None) -> Iterator[ProgramKey]:

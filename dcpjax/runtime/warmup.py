@@ -4,9 +4,7 @@ A step's shape is its rows and its tokens, rounded up to buckets. Sampling is co
 sampling options compile at their first use.
 """
 
-import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dcpjax.api.config import Warmup
@@ -15,13 +13,14 @@ from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduled
 from dcpjax.runtime.batch import ShapeBuckets
+from dcpjax.runtime.compiling import run_all
 from dcpjax.runtime.runner import Runner
 
 Step = list[Scheduled]
 
 
 def warm_up(runner: Runner, choice: Warmup, *, threads: int | None = None) -> None:
-    """Compile what `choice` asks for, in as many threads as there are cores: XLA compiles outside Python's lock."""
+    """Compile what `choice` asks for, in as many threads as there are cores."""
     if choice == "none":
         return
     programs: dict[Any, Callable[[], Any]] = {}
@@ -30,7 +29,7 @@ def warm_up(runner: Runner, choice: Warmup, *, threads: int | None = None) -> No
     if choice == "all" and runner.sizes.limits.enable_prefix_caching:
         programs |= runner.copy_programs()
     with status(f"compiling {len(programs)} programs", shown=runner.progress):
-        _run(programs.values(), threads or os.cpu_count() or 1)
+        run_all(programs.values(), threads)
     runner.note_compiled(programs)
 
 
@@ -76,13 +75,3 @@ def _buckets(rounded: Callable[[int], int], most: int) -> list[int]:
 
 def _most_rows(shapes: ShapeBuckets) -> int:
     return min(shapes.max_rows, shapes.max_tokens)
-
-
-def _run(jobs: Iterable[Callable[[], Any]], threads: int) -> None:
-    """Run all jobs. When one fails or the user interrupts, those not yet begun are dropped."""
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="compile")
-    try:
-        for done in [pool.submit(job) for job in jobs]:
-            done.result()
-    finally:
-        pool.shutdown(cancel_futures=True)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from dcpjax.engine.request import Request
 from dcpjax.sampling.argmax import argmax
@@ -28,6 +27,7 @@ from dcpjax.sampling.sampler_arrays import (
     build_truncation,
 )
 from dcpjax.sampling.scoring import Logprobs, NamedScores, score, score_named, shared_num_logprobs
+from dcpjax.sharding import struct
 
 
 @struct.dataclass
@@ -45,7 +45,7 @@ class SamplingBatch:
     # [B, n] int32, host: tokens whose log-probabilities the requests name, -1 for padding
     named: jax.Array | None
     # how many of the most likely tokens are reported; -1 is all
-    num_logprobs: int | None = struct.field(pytree_node=False)
+    num_logprobs: int | None = struct.static()
 
     @classmethod
     def build(cls, requests: Sequence[Request], num_rows: int, vocab_size: int) -> "SamplingBatch":

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from flax import struct
 
 from dcpjax.engine.request import Request
 from dcpjax.sampling.bad_words import completing_tokens
 from dcpjax.sampling.bucket_size import bucket_size
 from dcpjax.sampling.token_counts import TokenCounts
+from dcpjax.sharding import struct
 
 MIN_TEMPERATURE = 1e-5  # below it, dividing by the temperature overflows: greedy instead, as in vLLM
 

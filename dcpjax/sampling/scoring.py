@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from dcpjax.sampling.bucket_size import bucket_size
+from dcpjax.sharding import struct
 
 
 @struct.dataclass

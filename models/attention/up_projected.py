@@ -15,6 +15,7 @@ tiles and single tokens stay absorbed; W_uv takes their results to Y values befo
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -145,7 +146,7 @@ def _single_tokens(q: jax.Array, tiles: Tiles, step: "_StepInputs", runtime: Run
     work, up, count = step.work, step.up, tiles.start.shape[0]
     index = jnp.where(jnp.arange(count) < tiles.count, tiles.start, q.shape[0])
     positions, rows = (x.at[index].get(mode="fill", fill_value=-1) for x in (work.positions, work.rows))
-    own = Work(positions, rows, work.block_table, (tiles.replace(start=jnp.arange(count)),))  # type: ignore[attr-defined]
+    own = Work(positions, rows, work.block_table, (replace(tiles, start=jnp.arange(count)),))
     queries = up.absorb(q.at[index].get(mode="fill", fill_value=0.0))
     out, lse = choose_attention(step.cache, own, runtime)(queries, step.cache, own, step.geometry, step.rank)
     return index, Partial(up.values_of(out), lse)

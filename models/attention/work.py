@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax
-from flax import struct
 
 from dcpjax.models.kv_cache import CacheGeometry
+from dcpjax.sharding import struct
 from dcpjax.sharding.merge_cost import Link, Merge
 from dcpjax.sharding.rules import Placement
 
@@ -29,7 +29,7 @@ class Tiles:
     # [] int32, host: tiles in use
     count: jax.Array
     # most tokens of a tile
-    size: int = struct.field(pytree_node=False)
+    size: int = struct.static()
 
 
 @struct.dataclass

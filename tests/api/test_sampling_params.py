@@ -21,6 +21,23 @@ REFUSED = [
     ({"top_k": -2}, "top_k must be at least -1, but is -2; use -1"),
     ({"top_k": 2.0}, "top_k must be an integer, but is 2.0"),
     ({"n": 0}, "n must be at least 1, but is 0; use 1"),
+    ({"n": 10**6}, "n must be at most 16384, but is 1000000; use 16384"),
+    ({"stop": ["a"] * 129}, "stop must hold at most 128 strings, but holds 129; use 128 or fewer"),
+    ({"stop": "a" * 1025}, "stop must hold strings of at most 1024 characters, but one has 1025; shorten it"),
+    ({"bad_words": ["a"] * 1025}, "bad_words must hold at most 1024 strings, but holds 1025; use 1024 or fewer"),
+    ({"bad_words": ["a" * 257]}, "bad_words must hold strings of at most 256 characters, but one has 257; shorten it"),
+    (
+        {"logit_bias": dict.fromkeys(range(1025), 1)},
+        "logit_bias must hold at most 1024 tokens, but holds 1025; use 1024 or fewer",
+    ),
+    (
+        {"stop_token_ids": range(10**12)},
+        "stop_token_ids must hold at most 1024 token ids, but holds more; use 1024 or fewer",
+    ),
+    (
+        {"allowed_token_ids": range(10**12)},
+        "allowed_token_ids must hold at most 1048576 token ids, but holds more; use 1048576 or fewer",
+    ),
     ({"max_tokens": 0}, "max_tokens must be at least 1, but is 0; use 1"),
     ({"max_tokens": -5}, "max_tokens must be at least 1, but is -5; use 1"),
     ({"max_tokens": 3.5}, "max_tokens must be an integer, but is 3.5"),
@@ -66,7 +83,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "sentence"), REFUSED, ids=[str(options) for options, _ in REFUSED])
+@pytest.mark.parametrize(("options", "sentence"), REFUSED, ids=[str(options)[:60] for options, _ in REFUSED])
 def test_a_value_out_of_range_is_refused_with_the_nearest_legal_one(options, sentence):
     with pytest.raises(ValueError) as refusal:
         SamplingParams(**options)
@@ -92,14 +109,19 @@ ALLOWED = [
     {"repetition_penalty": 1e-9},
     {"repetition_penalty": 50},
     {"logprobs": -1, "prompt_logprobs": 0},
+    {"n": 16_384},
+    {"stop": tuple(f"{number:01024}" for number in range(128))},
+    {"bad_words": tuple(f"{number:0256}" for number in range(1024))},
+    {"logit_bias": dict.fromkeys(range(1024), 1.0), "stop_token_ids": tuple(range(1024))},
     {"structured_outputs": StructuredOutputsParams(regex="a")},
 ]
 
 
-@pytest.mark.parametrize("options", ALLOWED, ids=str)
+@pytest.mark.parametrize("options", ALLOWED, ids=lambda options: str(options)[:60])
 def test_values_at_the_edge_of_their_range_are_allowed(options):
     params = SamplingParams(**options)
-    assert {name: getattr(params, name) for name in options} == options
+    lists = {name: list(value) if isinstance(value, tuple | range) else value for name, value in options.items()}
+    assert {name: getattr(params, name) for name in options} == lists
 
 
 def test_defaults_are_those_of_vllm():

@@ -1,6 +1,9 @@
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from dcpjax.checkpoint.gguf_tokenizer import PRE_TOKENIZERS
-from dcpjax.checkpoint.tokenizer import Tokenizer
+from dcpjax.checkpoint.tokenizer import LONG_TEXT, Tokenizer
 
 SMOLLM2_VOCAB = 49152
 BEGIN, END = 1, 2  # SmolLM2's <|im_start|> and <|im_end|>.
@@ -613,3 +616,35 @@ def test_a_gguf_chat_template_is_used(tmp_path, build: Callable[..., Tokenizer])
     assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "x"}])) == "a"
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tools=[{"type": "function"}])
     assert tokenizer.decode(ids) == "b"
+
+
+def test_a_long_text_gives_the_same_tokens(smollm2):
+    text = "Of all the words, these are only some. " * (LONG_TEXT // 30)
+    assert len(text) > LONG_TEXT
+    assert smollm2.encode(text) == smollm2._backend.encode(text).ids
+
+
+class SlowBackend:
+    """Is interrupted while it tokenises, and goes on until it is told to end."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
+        os.kill(os.getpid(), signal.SIGINT)
+        self.end.wait()
+        return []
+
+    encode = encode_batch_fast
+
+
+def test_an_interrupt_is_heard_while_a_long_text_is_tokenised(monkeypatch):
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    tokenizer, backend = Tokenizer(byte_fallback_backend(), {}), SlowBackend()
+    monkeypatch.setattr(tokenizer, "_backend", backend)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tokenizer.encode("a" * (LONG_TEXT + 1))
+    finally:
+        backend.end.set()
+        signal.signal(signal.SIGINT, usual)

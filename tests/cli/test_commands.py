@@ -21,10 +21,11 @@ from dcpjax.cli.flags import Flags, Parser, field_helps, flag, names_to_flags, p
 from dcpjax.cli.statistics import Timing, statistics_line
 from dcpjax.cli.streaming import StreamedCompletion, print_stream
 from dcpjax.frontend.intake import Intake
+from dcpjax.runtime.compiling import CompileTimes
 from dcpjax.sharding.mesh import Layout, check_layout
 
 LISTED = ", ".join(COMMANDS)
-HEAVY = {"jax", "jaxlib", "numpy", "transformers", "tokenizers", "flax"}
+HEAVY = {"jax", "jaxlib", "numpy", "transformers", "tokenizers"}
 
 
 class FakeTokenizer:
@@ -52,7 +53,7 @@ class FakeLLM:
             platform="cpu",
         ),
         sizes=SimpleNamespace(num_blocks=91),
-        compile_seconds=0.0,
+        compile_times=CompileTimes(),
     )
     files = SimpleNamespace(generation_config={"temperature": 0.7, "top_k": 40})
 
@@ -417,6 +418,9 @@ def test_verbose_tells_what_was_opened_and_what_is_asked_of_sampling(capsys):
 def test_time_spent_compiling_is_named_and_is_no_speed():
     line = statistics_line(FakeLLM("m"), prompt_tokens=1500, new_tokens=20, timing=Timing(seconds=12.0, compiling=2.0))
     assert line.endswith("1,500 prompt + 20 new tokens in 10.0 s + 2.0 s compiling, 2.0 tokens/s")
+    timing = Timing(seconds=14.5, compiling=2.0, reading=2.5)
+    line = statistics_line(FakeLLM("m"), prompt_tokens=1500, new_tokens=20, timing=timing)
+    assert line.endswith("in 10.0 s + 2.5 s loading kept programs + 2.0 s compiling, 2.0 tokens/s")
 
 
 def test_output_is_utf8_and_surrogates_are_escapes(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from dcpjax.cli.commands import COMMANDS, main, parsers
 from dcpjax.cli.config_file import OWN_FLAGS
 
-HEAVY = {"jax", "jaxlib", "numpy", "transformers", "tokenizers", "flax"}
+HEAVY = {"jax", "jaxlib", "numpy", "transformers", "tokenizers"}
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ from dcpjax.cli.flags import Flags
 try:
     plan.run(Flags(positionals=["kimi-k2"], given={"concurrency": 0}))
 except ValueError as error:
-    print(error, sorted({"jax", "numpy", "flax"} & set(sys.modules)))
+    print(error, sorted({"jax", "numpy"} & set(sys.modules)))
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert run.stdout == "concurrency must be an integer of at least 1, but is 0; use 1 or more []\n", run.stderr

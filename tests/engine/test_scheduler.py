@@ -630,7 +630,7 @@ def check_step(plan: Scheduler, step: Sequence[Scheduled]) -> None:
     assert all(entry.count > 0 for entry in step)
     assert len({entry.request.number for entry in step}) == len(step)
     for queue in (plan.running, plan.waiting):
-        assert queue == sorted(queue, key=lambda each: each.order)
+        assert list(queue) == sorted(queue, key=lambda each: each.order)
     counts = plan.tokens_per_rank()
     assert max(counts) - min(counts) <= plan.geometry.interleave * len(plan.running)
 

@@ -192,6 +192,23 @@ def test_nobody_watches_the_tokens_of_a_batch(tmp_path, engine, monkeypatch):
     assert seen == [False, False]
 
 
+def test_a_stop_starts_nothing_that_has_not_begun(tmp_path, engine, monkeypatch):
+    """Four requests have a seat: those of two lines, and the first of two of the last line."""
+    begun, launch = set[int](), engine._llm.runner.launch
+    monkeypatch.setattr(
+        engine._llm.runner,
+        "launch",
+        lambda step: (begun.update(entry.request.number for entry in step), launch(step))[1],
+    )
+    lines = [{"prompt": "abc", "max_tokens": 40, "n": count} for count in (2, 1, 2)]
+    stopped = lambda: len(begun) == 4  # noqa: E731
+    statistics = run(tmp_path, engine, *lines, stop=stopped, grace_seconds=1000)
+    assert (statistics.state, statistics.written) == ("stopped", 2)
+    assert len(begun) == 4
+    assert engine.num_unfinished == 0
+    assert engine._llm.stats().num_running == engine._llm.stats().num_waiting == 0
+
+
 def test_an_interrupted_job_ends_with_the_same_texts(tmp_path, engine):
     lines = [{"prompt": f"line {number}", "temperature": 1, "max_tokens": 6} for number in range(12)]
     texts = []

@@ -16,8 +16,9 @@ from dcpjax.api.config import EngineConfig
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.runtime import warmup
 from dcpjax.runtime.batch import ShapeBuckets, build
+from dcpjax.runtime.compiling import run_all
 from dcpjax.runtime.logit_rows import SampledRows
-from dcpjax.runtime.warmup import Step, _run, decode_steps, prompt_steps, steps
+from dcpjax.runtime.warmup import Step, decode_steps, prompt_steps, steps
 
 OPTIONS = {
     "dtype": "float32",
@@ -87,7 +88,7 @@ def test_without_a_warm_up_no_step_is_compiled_before_the_first_request() -> Non
 def test_copies_of_blocks_are_compiled_where_prefixes_are_shared(
     caching: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warmup, "_run", lambda jobs, threads: None)
+    monkeypatch.setattr(warmup, "run_all", lambda jobs, threads: None)
     llm = LLM(GOLDENS / "llama3", progress=False, warmup="all", enable_prefix_caching=caching, **OPTIONS)
     copies = sorted(key for key in llm.runner._compiled if key[0] == "copy")
     assert copies == ([("copy", 1), ("copy", 8), ("copy", 64)] if caching else [])
@@ -177,11 +178,11 @@ def test_a_compilation_that_fails_is_raised_and_those_not_begun_are_dropped(thre
         return run
 
     with pytest.raises(RuntimeError, match="no memory"):
-        _run([job(number) for number in range(3)], threads)
+        run_all([job(number) for number in range(3)], threads)
     assert 0 in begun
 
 
 def test_all_compilations_run_whatever_the_threads() -> None:
     done: list[int] = []
-    _run([lambda number=number: done.append(number) for number in range(20)], 4)
+    run_all([lambda number=number: done.append(number) for number in range(20)], 4)
     assert sorted(done) == list(range(20))

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -158,7 +159,7 @@ def counts(first: int, seed: int) -> np.ndarray:
     once = build([request(SamplingParams(**options), seed, output_token_ids=OUTPUT) for options in OPTIONS])
     many = jax.tree.map(lambda column: np.repeat(column, DRAWS, axis=0), once)
     steps = np.tile(np.arange(first, first + DRAWS, dtype=np.int32), len(OPTIONS))
-    many = many.replace(draw=many.draw.replace(generated=steps))
+    many = replace(many, draw=replace(many.draw, generated=steps))
     sampled, _ = draw(np.broadcast_to(LOGITS, (len(steps), VOCAB)), np.zeros(SEATS, np.int32), many)
     assert np.asarray(sampled.finite).all()
     return np.stack([np.bincount(row, minlength=VOCAB) for row in np.asarray(sampled.tokens).reshape(-1, DRAWS)])

@@ -35,7 +35,7 @@ def fused_dots(
     x: jax.Array,
     *weights: jax.Array,
     norm: tuple[jax.Array, float] | None = None,
-    onto: jax.Array | None = None,
+    residual: jax.Array | None = None,
     gated: bool = False,
 ) -> list[jax.Array]:
     """x [rows, inner] float32, each weight [columns, inner] -> [rows, columns] float32, where `suits` allows it; x is
@@ -44,17 +44,17 @@ def fused_dots(
     In the same call:
     `norm`: x goes through a root-mean-square norm first; its weight [inner], of the weights' dtype, and epsilon.
     `gated`: the first two weights are gate and up [width, inner]; the others, [columns, width], meet
-    silu(x gate) * (x up) instead of x, rounded as well. `onto` [rows, columns] float32: is added to the only result.
+    silu(x gate) * (x up) instead of x, rounded as well. `residual` [rows, columns] float32: added to the only result.
     """
     dtype = np.dtype(np.uint16 if weights[0].dtype == jnp.bfloat16 else np.float32)
     target = _product_kernel(dtype, suits_matrix_units(*weights))
     multiplied, width = (weights[2:], weights[0].shape[0]) if gated else (weights, 0)
-    settings = jnp.array([gated, norm is not None, onto is not None, 0.0 if norm is None else norm[1]], jnp.float32)
+    settings = jnp.array([gated, norm is not None, residual is not None, 0.0 if norm is None else norm[1]], jnp.float32)
     workspace = target.workspace_size(*x.shape, width, target.threads)
     shapes = [*((x.shape[0], weight.shape[0]) for weight in multiplied), (workspace,)]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     # the call has a norm weight and an addend in any case; without them the kernel reads neither
-    norm_weight, addend = settings if norm is None else norm[0], x if onto is None else onto
+    norm_weight, addend = settings if norm is None else norm[0], x if residual is None else residual
     return list(jax.ffi.ffi_call(target.name, results)(x, settings, norm_weight, addend, *weights)[:-1])
 
 

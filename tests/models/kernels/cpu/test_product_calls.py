@@ -78,7 +78,7 @@ def test_kernels_norm_gate_and_add_as_xla_does(rows, width, dtype):
     normed = NormedInput(3 * x, jnp.linspace(0.5, 2, 64, dtype=dtype), 0.1)
     risen, raised = dots(normed, gate, up)
     expected = 3 * x + dot(jax.nn.silu(risen) * raised, down)
-    found = fused_dots(3 * x, gate, up, down, norm=(normed.weight, 0.1), gated=True, onto=3 * x)[0]
+    found = fused_dots(3 * x, gate, up, down, norm=(normed.weight, 0.1), gated=True, residual=3 * x)[0]
     # a sum that is rounded to its neighbour in bfloat16 moves the result
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-3 if dtype == jnp.bfloat16 else 2e-5)
     assert np.median(np.abs(found - expected)) < 1e-5

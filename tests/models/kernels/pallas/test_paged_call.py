@@ -4,6 +4,7 @@ No test here compiles a kernel for a device or runs it on one.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, reduce
 from typing import Any
 
@@ -153,7 +154,7 @@ def abstract(family: str, head_dim: int, slots: int, dtype: Any, rows: int = 8, 
         layer = LayerCache(keys, array((*keys.shape[:3], slots, head_dim), dtype))
     step = scheduled([(0, 1), (0, 70)], Paging(geometry, 2 * slots))
     work = jax.tree.map(lambda x: array(x.shape, x.dtype), step)
-    work = work.replace(block_table=array((rows, width), np.int32))
+    work = replace(work, block_table=array((rows, width), np.int32))
     return array((TOKENS, 16, head_dim), np.float32), layer, work, geometry
 
 

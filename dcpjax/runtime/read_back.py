@@ -11,10 +11,10 @@ from dcpjax.sampling.sampler import Sampled
 from dcpjax.sampling.scoring import Logprobs, NamedScores
 
 
-def step_result(
+def read_back(
     step: Sequence[Scheduled], finite: np.ndarray | None, sampled: Sampled | None, prompt_scores: Logprobs | None
 ) -> StepResult:
-    """One result for each entry.
+    """One result for each entry of the step.
 
     Args:
         finite: whether the hidden state of each entry is finite; None if every entry is sampled.
