@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from small_models import TEMPLATE, character_model
 
@@ -246,9 +247,14 @@ def test_a_prompt_is_cut_to_its_last_tokens(llm: LLM, kept: int, left: int) -> N
 
 
 def test_a_prompt_that_is_too_long_is_cut_to_what_fits(llm: LLM) -> None:
+    assert llm.tokenizer is not None
     ids = [5 + number % 90 for number in range(llm.max_model_len + 20)]
-    (result,) = llm.generate([ids], SamplingParams(temperature=0, max_tokens=1, truncate_prompt_tokens=-1))
-    assert result.prompt_token_ids == ids[-(llm.max_model_len - 1) :]
+    text = llm.tokenizer.decode(ids)
+    params = SamplingParams(temperature=0, max_tokens=1, truncate_prompt_tokens=-1)
+    for result in llm.generate([ids, np.array(ids), text], params):
+        assert result.prompt_token_ids == ids[-(llm.max_model_len - 1) :]
+    (chat,) = llm.chat([{"role": "user", "content": text}], params)
+    assert len(chat.prompt_token_ids) == llm.max_model_len - 1
 
 
 @pytest.mark.parametrize(
@@ -309,8 +315,8 @@ def test_named_tokens_have_the_log_probabilities_of_the_whole_vocabulary(folder:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"logprob_token_ids": []}, "logprob_token_ids must be 1 to 128 token ids, but are 0"),
-        ({"logprob_token_ids": range(129)}, "logprob_token_ids must be 1 to 128 token ids, but are 129"),
+        ({"logprob_token_ids": []}, "logprob_token_ids must hold at least one token id, but is empty"),
+        ({"logprob_token_ids": range(129)}, "logprob_token_ids must hold at most 128 token ids, but holds more"),
         ({"logprob_token_ids": [-1]}, "logprob_token_ids must be at least 0, but is -1; use 0"),
         ({"logprob_token_ids": [1, 2], "logprobs": 3}, "logprobs must be None or 2, the number of logprob_token_ids"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be at least 1, but is 0; use 1"),

@@ -193,8 +193,8 @@ class SamplingParams:
             self._check_logprob_token_ids(len(self.logprob_token_ids))
 
     def _check_logprob_token_ids(self, count: int) -> None:
-        if not 1 <= count <= MAX_LOGPROB_TOKEN_IDS:
-            raise ValueError(f"logprob_token_ids must be 1 to {MAX_LOGPROB_TOKEN_IDS} token ids, but are {count}")
+        if not count:
+            raise ValueError("logprob_token_ids must hold at least one token id, but is empty; use None for none")
         if self.logprobs is not None and self.logprobs != count:
             raise ValueError(
                 f"logprobs must be None or {count}, the number of logprob_token_ids, but is {self.logprobs}; use None"

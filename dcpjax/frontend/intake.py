@@ -74,8 +74,7 @@ class Intake:
     ) -> Submission:
         """Tokenise and check one prompt; what is wrong with it becomes the submission's error."""
         try:
-            text, ids = self._encode(prompt)
-            ids = self._truncated(ids, params)
+            text, ids = self._encode(prompt, self._kept(params))
             self._check_length(ids)
             self._check_known("token ids", ids)
             params.check_against(self.vocab_size, self._engine.max_logprobs)
@@ -110,7 +109,7 @@ class Intake:
         if self.tokenizer is None:
             raise ValueError("chat must have a tokenizer, but the model has none; use generate with token ids")
         try:
-            for text in texts_of(conversation):
+            for text in texts_of(conversation) if params.truncate_prompt_tokens is None else ():
                 self._check_text(text)
             ids = self.tokenizer.apply_chat_template(conversation, **template)
         except ValueError as error:
@@ -164,15 +163,21 @@ class Intake:
                 "set scheduling_policy='priority'"
             )
 
-    def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
+    def _kept(self, params: SamplingParams) -> int | None:
+        """How many of a prompt's last tokens are kept; None keeps all, and refuses a prompt of too many."""
+        return self.max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+
+    def _encode(self, prompt: Any, kept: int | None) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            return self._encode_mapping(prompt)
+            return self._encode_mapping(prompt, kept)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, but the model has none; give token ids")
-            self._check_text(prompt)
-            return prompt, self.tokenizer.encode(prompt)
+            if kept is None:
+                self._check_text(prompt)
+            return prompt, _last(self.tokenizer.encode(prompt), kept)
         if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
+            prompt = _last(prompt, kept)
             check_tokens(prompt.size if isinstance(prompt, np.ndarray) else len(prompt), self.max_model_len)
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes) or np.ndim(prompt) != 1:
             raise ValueError(f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}")
@@ -191,19 +196,14 @@ class Intake:
             raise ValueError(f"{what} must belong to tokens, but the tokenizer has none for {unknown}; leave it out")
         raise ValueError(f"{what} must be in [0, {largest}], but one is {unknown}")
 
-    def _encode_mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+    def _encode_mapping(self, prompt: Mapping[str, Any], kept: int | None) -> tuple[str | None, list[int]]:
         """Token ids go before a text, which is then only shown."""
         known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
         if not known:
             raise ValueError(f"a prompt must have the key 'prompt' or 'prompt_token_ids', but has {list(prompt)}")
         check_option_names(without_neutral(prompt, PROMPT), prompt_forms.KEYS, what="key of a prompt")
-        text, ids = self._encode(prompt[known[0]])
+        text, ids = self._encode(prompt[known[0]], kept)
         return text if len(known) == 1 else _shown_text(prompt["prompt"]), ids
-
-    def _truncated(self, ids: list[int], params: SamplingParams) -> list[int]:
-        """The last tokens, as many as `truncate_prompt_tokens` keeps."""
-        kept = params.truncate_prompt_tokens
-        return ids if kept is None else ids[-(self.max_model_len - 1 if kept == -1 else kept) :]
 
     def _check_length(self, ids: list[int]) -> None:
         if not ids:
@@ -288,6 +288,12 @@ def _listed_conversations(messages: Any) -> list[Any]:
             f"{type(messages).__name__}"
         )
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+
+
+def _last(ids: Any, kept: int | None) -> Any:
+    """The last `kept` token ids of a sequence or array; None keeps all."""
+    is_number = isinstance(ids, np.ndarray) and not ids.ndim
+    return ids if kept is None or is_number else ids[-kept:]
 
 
 def _shown_text(text: Any) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dcpjax.api.checks import check_option_names
-from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.api.sampling_params import MAX_N, SamplingParams
 from dcpjax.api.structured_outputs import StructuredOutputsParams
 from dcpjax.openai.json_text import short_field, short_json
 from dcpjax.openai.response_format import BODY_OPTIONS, from_body
@@ -151,13 +151,24 @@ def read_body(
     _check_stream_options(options)
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS[kind], **(defaults or {}), **_sampling(kind, options)}
     read = _chat(options, sampling) if kind == "chat" else _completion(options, sampling)
-    return RequestBody(
+    made = RequestBody(
         kind=kind,
         sampling=SamplingParams.from_options(sampling),
         priority=_typed(options, "priority", int, "an integer", 0),
         cache_salt=_cache_salt(options),
         **read,
     )
+    _check_completions(made)
+    return made
+
+
+def _check_completions(body: RequestBody) -> None:
+    prompts, n = len(body.prompts), body.sampling.n
+    if prompts * n > MAX_N:
+        raise BodyError(
+            f"prompt must ask for at most {MAX_N:,} completions, but asks for {prompts:,} times n={n:,}; "
+            "use several requests"
+        )
 
 
 def _check_unsupported(options: Mapping[str, Any], place: str) -> None:

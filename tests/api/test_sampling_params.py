@@ -130,7 +130,8 @@ ALLOWED = [
 @pytest.mark.parametrize("options", ALLOWED, ids=lambda options: str(options)[:60])
 def test_values_at_the_edge_of_their_range_are_allowed(options):
     params = SamplingParams(**options)
-    assert {name: getattr(params, name) for name in options} == options
+    lists = {name: list(value) if isinstance(value, tuple | range) else value for name, value in options.items()}
+    assert {name: getattr(params, name) for name in options} == lists
 
 
 def test_defaults_are_those_of_vllm():

@@ -256,6 +256,10 @@ CHAT_MISTAKES = [
 COMPLETION_MISTAKES = [
     ({"prompt": ["a", 3]}, "prompt must be a text or a list of token ids, but is 3"),
     ({"prompt": ["a"] * 2049}, "prompt must be at most 2,048 prompts, but is a list of 2,049"),
+    (
+        {"prompt": ["a", "b"], "n": 16_000},
+        "prompt must ask for at most 16,384 completions, but asks for 2 times n=16,000",
+    ),
     ({"prompt": [1, "a"]}, "prompt must be a text or a list of token ids, but is a list of 2"),
     ({"prompt": [True]}, "prompt must be a text or a list of token ids, but is a list of 1"),
     ({"prompt": None}, "prompt must be a text or a list of token ids, but is missing"),
