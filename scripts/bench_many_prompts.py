@@ -8,6 +8,7 @@ the time per prompt or completion relative to the first row of its kind: it stay
 """
 
 import argparse
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ def main() -> None:
         first = None
         for count in counts:
             with instant_llm() as llm:
+                gc.collect()  # what the row before has left
                 start = time.process_time()
                 call(llm, count)
                 took = time.process_time() - start

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import islice
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar
 
 MAX_TOKEN_ID = 2**31 - 1
+# of float32, in which the device computes: normal numbers, rounded to two digits inside their range
+LEAST_FLOAT32, LARGEST_FLOAT32 = 1.2e-38, 3.4e38
 
 Options = TypeVar("Options")
 
@@ -22,13 +24,13 @@ def option_names(options: Any) -> list[str]:
     return [field.name for field in fields(options)]
 
 
-def check_option_names(names: Iterable[str], valid: Sequence[str]) -> None:
+def check_option_names(names: Iterable[str], valid: Sequence[str], what: str = "option") -> None:
     """Raise ValueError for the first name that is not valid: "unknown option 'x'; did you mean y?"."""
     for name in names:
         if name not in valid:
             near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"valid options: {', '.join(valid)}"
-            raise ValueError(f"unknown option {name!r}; {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"valid {what}s: {', '.join(valid)}"
+            raise ValueError(f"unknown {what} {name!r}; {hint}")
 
 
 def from_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
@@ -45,6 +47,11 @@ def is_integer(value: Any) -> TypeGuard[int]:
 def is_number(value: Any) -> TypeGuard[int | float]:
     """An int or a float; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_nan(value: Real) -> bool:
+    """Whether it is no number; `math.isnan` does not take integers beyond the largest float."""
+    return not -math.inf <= value <= math.inf
 
 
 def check_integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> None:
@@ -71,12 +78,12 @@ def check_number(name: str, value: Any, low: float, high: float, *, open_low: bo
 
     "x must be a number, but is 'a'", "x must be in [0, 1], but is 2; use 1".
     """
-    if not is_number(value) or math.isnan(value):
+    if not is_number(value) or is_nan(value):
         raise ValueError(f"{name} must be a number, but is {value!r}")
-    too_low = value <= low if open_low else value < low
-    if too_low or value > high or math.isinf(value):
+    too_low, infinite = value <= low if open_low else value < low, abs(value) == math.inf
+    if too_low or value > high or infinite:
         interval = f"{'(' if open_low else '['}{low:g}, {'inf)' if math.isinf(high) else f'{high:g}]'}"
-        nearest = 1.0 if math.isinf(value) else (high if value > high else (0.01 if open_low else low))
+        nearest = 1.0 if infinite else (high if value > high else (0.01 if open_low else low))
         raise ValueError(f"{name} must be in {interval}, but is {value!r}; use {nearest:g}")
 
 

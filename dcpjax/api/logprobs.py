@@ -27,6 +27,7 @@ def to_logprobs(
     top: Sequence[float],
     k: int,
     spell: Callable[[int], tuple[str, bytes]] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> dict[int, Logprob]:
     """The sampled token, then the `k` most likely tokens, most likely first; each id once.
 
@@ -35,10 +36,11 @@ def to_logprobs(
         top_ids, top: ids and log-probabilities of the most likely tokens in order; there may be more than `k`.
         k: -1 takes all of them.
         spell: makes `decoded_token` and `token_bytes` from an id.
+        ranks: of `top_ids`; None: they are in order, from the most likely token on.
     """
-    ranked = list(zip(top_ids, top, strict=True))
+    ranked = list(zip(top_ids, top, ranks or range(1, len(top_ids) + 1), strict=True))
     entries = {int(chosen_id): (float(chosen), int(rank))}
-    for place, (token, value) in enumerate(ranked if k == -1 else ranked[:k]):
-        entries[token] = (value, place + 1)
+    for token, value, place in ranked if k == -1 else ranked[:k]:
+        entries[token] = (value, place)
     spelled = {token: spell(token) if spell else (None, None) for token in entries}
     return {token: Logprob(value, place, *spelled[token]) for token, (value, place) in entries.items()}

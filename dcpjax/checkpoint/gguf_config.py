@@ -10,6 +10,29 @@ from dcpjax.checkpoint.gguf_header import ARCHITECTURES, ROPE_FACTORS, GGUFHeade
 from dcpjax.models.config_values import shown
 
 MOST_FACTORS = 2**20
+# Metadata that llama.cpp gives to families which are not read here, and the values at which they change nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.output_scale": (1.0, 0.0),
+    "attention.scale": (0.0,),
+    "attention.shared_kv_layers": (0,),
+    "attention.sliding_window": (0,),
+    "attention.temperature_scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "embedding_scale": (1.0, 0.0),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (1.0, 0.0),
+    "residual_scale": (1.0, 0.0),
+    "rope.scale_linear": (1.0,),
+    "rope.scaling.alpha": (1.0, 0.0),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "use_parallel_residual": (False,),
+}
 
 
 def gguf_config(path: Path) -> dict[str, Any]:
@@ -18,7 +41,21 @@ def gguf_config(path: Path) -> dict[str, Any]:
     family = header.architecture
     if header.fields.get(f"{family}.expert_count"):
         raise ValueError(f"{path} must be a dense model, but has experts; use the model's safetensors instead")
-    return _sizes(header, family) | _rope(header, family) | _end_tokens(header)
+    sizes = _sizes(header, family)
+    _check_unread(header, family, sizes["head_dim"])
+    return sizes | _rope(header, family) | _end_tokens(header)
+
+
+def _check_unread(header: GGUFHeader, family: str, head_dim: int) -> None:
+    """Refuse metadata that change the mathematics and that are not read."""
+    neutral = NEUTRAL | {"rope.dimension_count": (head_dim,), "attention.value_length": (head_dim,)}
+    for key, allowed in neutral.items():
+        value = header.fields.get(f"{family}.{key}", allowed[0])
+        if value not in allowed:
+            raise ValueError(
+                f"{family}.{key} of {header.path} must be {allowed[0]!r}, but is {shown(value)}; "
+                "use the model's safetensors instead"
+            )
 
 
 def _sizes(header: GGUFHeader, family: str) -> dict[str, Any]:
@@ -63,8 +100,11 @@ def _rope_scaling(header: GGUFHeader, prefix: str) -> dict[str, Any] | None:
     if kind not in ("linear", "yarn"):
         raise ValueError(f"{prefix}.type of {header.path} must be none, linear or yarn, but is {kind!r}")
     scaling = {"rope_type": kind, "factor": header.require(f"{prefix}.factor")}
-    original = header.fields.get(f"{prefix}.original_context_length")
-    return scaling | ({"original_max_position_embeddings": original} if original else {})
+    names = {"original_context_length": "original_max_position_embeddings"}
+    if kind == "yarn":
+        names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    values = {name: header.fields.get(f"{prefix}.{key}") for key, name in names.items()}
+    return scaling | {name: value for name, value in values.items() if value}
 
 
 def _rope_factors(header: GGUFHeader) -> list[float]:

@@ -25,6 +25,8 @@ def _checked_message(index: int, message: Any) -> dict[str, Any]:
     content = message.get("content")
     if content is None and (message.get("tool_calls") or message.get("function_call")):
         return dict(message)
+    if content is None and message["role"] == "assistant":
+        return {**message, "content": ""}
     return {**message, "content": _checked_content(index, content)}
 
 

@@ -56,6 +56,15 @@ def open_model(model: str | os.PathLike[str]) -> ModelFiles:
     return _open_gguf(path) if path.is_file() else _open_folder(path)
 
 
+def open_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a folder, a `.gguf` file, an alias or a hub id. Raises ValueError if there is none."""
+    path = resolve_model(name)
+    found = _gguf_tokenizer(path) if path.is_file() else _folder_tokenizer(path)
+    if found is None:
+        raise ValueError(f"tokenizer must name a folder with tokenizer.json or a .gguf file, but {path} has none")
+    return found
+
+
 def _open_preset(name: str) -> ModelFiles:
     """A published config without files, for random weights and for planning."""
 

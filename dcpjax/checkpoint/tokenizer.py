@@ -139,15 +139,16 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[int]:
         """Token ids of a conversation. Control tokens come from the template only, messages are plain text.
 
         Text parts of one message are joined by newlines. `chat_template_kwargs` are variables of the template: true,
-        false, a number or a string. The arguments of tool calls are objects, or the JSON texts of OpenAI's API. Raises
-        ValueError for what the template refuses, and for a template that breaks one of the `TemplateBounds`.
+        false, a number or a string. `chat_template` replaces the checkpoint's own. The arguments of tool calls are
+        objects, or the JSON texts of OpenAI's API. Raises ValueError for what the template refuses, and for a template
+        that breaks one of the `TemplateBounds`.
         """
-        if not self._config.get("chat_template"):
-            raise ValueError("chat needs a model with a chat template, but this one has none; use generate")
+        _check_chat_template(chat_template, self._config.get("chat_template"))
         if add_generation_prompt and continue_final_message:
             raise ValueError("add_generation_prompt must be False when continue_final_message is True")
         checked = checked_messages(messages)
@@ -155,6 +156,7 @@ class Tokenizer:
         task = self._template_task(
             checked,
             tools=tools and list(tools),
+            chat_template=chat_template,
             options={
                 "add_generation_prompt": add_generation_prompt,
                 "continue_final_message": continue_final_message,
@@ -163,15 +165,17 @@ class Tokenizer:
         )
         return self._encode_marked(self._templates.render(task))
 
-    def _template_task(self, messages: list[dict[str, Any]], tools: Any, **task: Any) -> dict[str, Any]:
+    def _template_task(
+        self, messages: list[dict[str, Any]], tools: Any, chat_template: str | None, **task: Any
+    ) -> dict[str, Any]:
         """What the template process is asked for."""
         self._templates.start()  # it gets ready while transformers is imported here
-        template = self._chat_template(tools)
+        template = self._chat_template(chat_template, tools)
         added = self._backend.get_added_tokens_decoder().values()
         task |= {
             "template": template,
             "tools": tools,
-            "special_tokens": self._chat_renderer.special_tokens_map,
+            "special_tokens": self.hugging_face.special_tokens_map,
             "added_tokens": [(token.content, token.special) for token in added],
         }
         # Many templates fail on null, or write it, where they would pass over a missing key.
@@ -180,10 +184,10 @@ class Tokenizer:
         self._check_no_control_tokens([fitting, tools])
         return task | {"messages": fitting}
 
-    def _chat_template(self, tools: Any) -> str:
-        """The only one, or of several that with the right name."""
+    def _chat_template(self, given: str | None, tools: Any) -> str:
+        """The one that is given, the checkpoint's only one, or of several that with the right name."""
         try:
-            return self._chat_renderer.get_chat_template(None, tools)
+            return self.hugging_face.get_chat_template(given, tools)
         except Exception as error:
             raise ValueError(f"the model's chat template must be a text, but cannot be used: {error}") from error
 
@@ -232,6 +236,11 @@ class Tokenizer:
             self._pieces[token_id] = b"" if token is None else self._rule.piece(token)
         return self._pieces[token_id]
 
+    def known_ids(self, size: int) -> list[bool]:
+        """For each id below `size` whether it belongs to a token: a vocabulary can have holes."""
+        token_of = self._backend.id_to_token
+        return [token_of(token_id) is not None for token_id in range(size)]
+
     def _check_no_control_tokens(self, value: Any) -> None:
         """Refuse keys that spell a control token: the renderer escapes values, but not keys, which tool calls print."""
         tokens = [token.content for token in self._backend.get_added_tokens_decoder().values()]
@@ -246,19 +255,30 @@ class Tokenizer:
 
         try:
             with self._rendering:
-                return encode_marked_chat(self._chat_renderer, text)
+                return encode_marked_chat(self.hugging_face, text)
         except Exception as error:  # the tokenizer's library raises the bare Exception
             raise ValueError(f"messages must fit the model's tokenizer, but it refused them: {error}") from error
 
     @cached_property
-    def _chat_renderer(self) -> Any:
+    def hugging_face(self) -> Any:
+        """The same vocabulary and template as a tokenizer of transformers, which renders chats."""
         with _without_torch_advice():
             from transformers import PreTrainedTokenizerFast
         names = {name: self._special_token(name) for name in TEMPLATE_TOKENS}
         return PreTrainedTokenizerFast(
             tokenizer_object=self._backend,
-            chat_template=self._config["chat_template"],
+            chat_template=self._config.get("chat_template"),
+            model_input_names=["input_ids", "attention_mask"],
             **{name: token for name, token in names.items() if token is not None},
+        )
+
+
+def _check_chat_template(given: Any, own: Any) -> None:
+    if given is not None and not isinstance(given, str):
+        raise ValueError(f"chat_template must be the text of a template, but is {type(given).__name__}")
+    if not given and not own:
+        raise ValueError(
+            "chat needs a model with a chat template, but this one has none; use generate, or pass chat_template"
         )
 
 

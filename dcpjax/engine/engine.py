@@ -164,6 +164,8 @@ class Engine:
             request.prompt_scores.update(result.prompt_scores[row])
         if not result.finite[row]:
             request.finish("error", error="the model's logits are not finite (NaN or infinity)")
+        elif entry.samples and result.possible and not result.possible[row]:
+            request.finish("error", error=_every_token_banned(request))
         elif entry.samples:
             if result.scores and (scores := result.scores[row]):
                 request.scores.append(scores)
@@ -215,6 +217,15 @@ class Engine:
         self.scheduler.start_over()
         if self.runner.restore_cache():
             self.blocks.forget_free()
+
+
+def _every_token_banned(request: Request) -> str:
+    names = ("allowed_token_ids", "structured_outputs", "bad_words", "min_tokens")
+    used = ", ".join(name for name in names if getattr(request.params, name))
+    return (
+        f"the options {used} must leave a token to choose, but ban every one for token number "
+        f"{len(request.output_token_ids) + 1}; loosen one of them"
+    )
 
 
 def _note_token(metrics: RequestMetrics, now: float) -> None:

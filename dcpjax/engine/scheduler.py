@@ -42,12 +42,19 @@ class PrefillBudget:
 
     tokens: int
     cost_per_position: float = 0.0  # attention to one position, as a fraction of the rest of a token's work
-    max_step_tokens: int | None = None  # most tokens of such a step; None: max_num_batched_tokens
+    step_sizes: tuple[int, ...] = ()  # tokens of such a step: the largest that a prompt can fill; (): any
+    tile: int = 1  # prompts advance by whole tiles, one at least: a tile that is not full costs the same
     always: bool = False  # whether the budget holds even if no decode is streamed
 
     def affordable(self, work: float, start: int) -> int:
-        """How many tokens of a prompt, from position `start` on, cost at most `work`."""
-        return int(work / (1.0 + self.cost_per_position * start))
+        """How many tokens of a prompt, from position `start` on, cost at most `work`: whole tiles."""
+        return int(work / (1.0 + self.cost_per_position * start)) // self.tile * self.tile
+
+    def room_beside(self, decodes: int, affordable: int, most: int) -> int:
+        """Most prompt tokens of a step beside so many decodes, for a prompt that can afford so many."""
+        rooms = [_room_beside(decodes, size) for size in self.step_sizes]
+        filled = [room for room in rooms if room <= affordable]
+        return min(most, max(filled, default=min(rooms, default=most)))
 
     def work(self, start: int, count: int) -> float:
         """What `count` tokens of a prompt from position `start` on cost."""
@@ -181,8 +188,6 @@ class Scheduler:
         decoding = (request for request in self.running if request.num_pending == 1 and request.expects_token)
         if budget and any(budget.always or request.streamed for request in decoding):
             step.prompt_work_left = _room_beside(decodes, budget.tokens)
-            if budget.max_step_tokens:
-                step.tokens_left = min(step.tokens_left, _room_beside(decodes, budget.max_step_tokens))
 
     def _schedule_running(self, request: Request, step: StepBuilder) -> None:
         """Put a running request's next tokens into the step, unless it is preempted meanwhile."""
@@ -193,16 +198,21 @@ class Scheduler:
             self._add_entry(request, count, step)
 
     def _num_fitting(self, request: Request, step: StepBuilder, start: int) -> int:
-        """How many tokens from `start` on fit the step. One prompt gets at least a token, whatever it costs."""
+        """How many tokens from `start` on fit the step. The first prompt gets at least a tile, whatever it costs, and
+        sets the size of a step that also decodes."""
         pending = request.num_tokens - start
         count = min(pending, step.tokens_left)
         if pending == 1:
             return count
         if request.scores_prompt:
             count = min(count, SCORED_CHUNK)
-        if self.limits.prefill_budget and step.prompt_work_left < float("inf"):
-            affordable = self.limits.prefill_budget.affordable(step.prompt_work_left, start)
-            count = min(count, affordable if step.has_prompt else max(affordable, 1))
+        budget = self.limits.prefill_budget
+        if budget and step.prompt_work_left < float("inf"):
+            affordable = budget.affordable(step.prompt_work_left, start)
+            if not step.has_prompt:
+                step.tokens_left = budget.room_beside(len(step.entries), affordable, step.tokens_left)
+                affordable = max(affordable, budget.tile)
+            count = min(count, step.tokens_left, affordable)
         return count
 
     def _add_entry(self, request: Request, count: int, step: StepBuilder, copy: tuple[int, int] | None = None) -> None:

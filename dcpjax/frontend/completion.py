@@ -33,7 +33,7 @@ class RunningPrompt:
         self.completions: list[Completion] = []
         self._unfinished = submission.params.n
         self.output = RequestOutput(
-            str(submission.index),
+            submission.request_id,
             submission.prompt,
             submission.prompt_token_ids,
             metrics=RequestMetrics(submission.arrival_time, num_prompt_tokens=len(submission.prompt_token_ids)),
@@ -71,7 +71,7 @@ class Completion:
     ) -> None:
         self.prompt, self.request, self.stream, self._decodes_behind = prompt, request, stream, decodes_behind
         self.output = CompletionOutput(len(prompt.completions), "", [])
-        if request.params.logprobs is not None:
+        if request.params.scores_tokens:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
             self._scored = decodes_behind(request.prompt_token_ids)
 
@@ -106,8 +106,9 @@ class Completion:
 
     def _take_scores(self) -> None:
         """Log-probabilities of the new tokens; of the prompt, once its last token has run."""
-        output, wanted = self.output, self.request.params.logprobs
-        if output.logprobs is not None and wanted is not None:
+        output, params = self.output, self.request.params
+        if output.logprobs is not None:
+            wanted = -1 if params.logprob_token_ids is not None else params.logprobs or 0
             for scores in self.request.scores[len(output.logprobs) :]:
                 output.logprobs.append(_logprobs(scores, wanted, self._scored))
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + scores.logprob
@@ -141,9 +142,9 @@ class Completion:
 
 def _logprobs(scores: TokenScores, wanted: int, detokenizer: Detokenizer | None) -> dict[int, Logprob]:
     """Spell the tokens that might have come next, then go on by the one that did."""
-    token, logprob, rank, ids, values = scores
+    token, logprob, rank, ids, values, ranks = scores
     if detokenizer is None:
-        return to_logprobs(token, logprob, rank, ids, values, wanted)
-    made = to_logprobs(token, logprob, rank, ids, values, wanted, detokenizer.spell)
+        return to_logprobs(token, logprob, rank, ids, values, wanted, ranks=ranks)
+    made = to_logprobs(token, logprob, rank, ids, values, wanted, detokenizer.spell, ranks)
     detokenizer.append(token)
     return made

@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from dcpjax.api import prompts as prompt_forms
+from dcpjax.api.checks import check_option_names
 from dcpjax.api.config import EngineConfig
 from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.api.vllm_options import PROMPT, without_neutral
 from dcpjax.checkpoint.detokenizer import Detokenizer
 from dcpjax.checkpoint.model_files import ModelFiles
 from dcpjax.checkpoint.tokenizer import Tokenizer
@@ -44,8 +47,10 @@ class Intake:
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.default_params = _default_params(files.generation_config)
         self._engine = engine
-        self._eos_token_ids = set(files.end_token_ids(tokenizer.eos_token_id if tokenizer else None))
+        self.eos_token_ids = set(files.end_token_ids(tokenizer.eos_token_id if tokenizer else None))
+        self.known = _known_ids(tokenizer, vocab_size, self.eos_token_ids)
         self._numbers = itertools.count()
+        self._request_ids = map(str, itertools.count())
         self._guides: GuideMaker | None = None
         self._bad_words = lru_cache(maxsize=16)(self._tokenised_bad_words)  # many prompts share their params
 
@@ -70,12 +75,16 @@ class Intake:
         """Tokenise and check one prompt; what is wrong with it becomes the submission's error."""
         try:
             text, ids = self._encode(prompt)
+            ids = self._truncated(ids, params)
             self._check_length(ids)
+            self._check_known("token ids", ids)
             params.check_against(self.vocab_size, self._engine.max_logprobs)
+            self._check_known("allowed_token_ids", params.allowed_token_ids or ())
             if isinstance(prompt, Mapping):
                 cache_salt = prompt.get("cache_salt", cache_salt)
             return Submission(
                 index=index,
+                request_id=next(self._request_ids),
                 params=params,
                 prompt=text,
                 prompt_token_ids=ids,
@@ -86,7 +95,7 @@ class Intake:
             )
         except ValueError as error:
             text = prompt if isinstance(prompt, str) else None
-            return Submission(index=index, params=params, prompt=text, error=str(error))
+            return self._refused(index, params, error, text)
 
     def chat_submission(
         self,
@@ -105,7 +114,7 @@ class Intake:
                 self._check_text(text)
             ids = self.tokenizer.apply_chat_template(conversation, **template)
         except ValueError as error:
-            return Submission(index=index, params=params, error=str(error))
+            return self._refused(index, params, error)
         return self.submission(index, {"prompt_token_ids": ids}, params, priority, cache_salt)
 
     def start(self, prompt: RunningPrompt, *, streamed: bool) -> None:
@@ -120,14 +129,20 @@ class Intake:
         for request in (first, *rest):
             prompt.add(request, self._stream(submission), partial(self._detokenizer, submission.params))
 
+    def _refused(self, index: int, params: SamplingParams, error: ValueError, prompt: str | None = None) -> Submission:
+        return Submission(
+            index=index, request_id=next(self._request_ids), params=params, prompt=prompt, error=str(error)
+        )
+
     def _params(self, given: Any, count: int) -> list[SamplingParams]:
+        """One for each prompt: checked copies, which no later change by the caller reaches."""
         if given is None or isinstance(given, SamplingParams):
-            return [given or self.default_params] * count
+            return [(given or self.default_params).clone()] * count
         if not isinstance(given, Sequence) or not all(isinstance(one, SamplingParams) for one in given):
             raise ValueError(f"sampling_params must be SamplingParams or a list of them, but is {given!r}")
         if len(given) != count:
             raise ValueError(f"sampling_params must be one or as many as the {count} prompts, but are {len(given)}")
-        return list(given)
+        return [params.clone() for params in given]
 
     def _priorities(self, given: Any, count: int) -> list[int]:
         if given is None:
@@ -151,10 +166,7 @@ class Intake:
 
     def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            known = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
-            if not known:
-                raise ValueError(f"a prompt must have the key 'prompt' or 'prompt_token_ids', but has {list(prompt)}")
-            prompt = prompt[known[0]]
+            return self._encode_mapping(prompt)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, but the model has none; give token ids")
@@ -164,7 +176,34 @@ class Intake:
             check_tokens(prompt.size if isinstance(prompt, np.ndarray) else len(prompt), self.max_model_len)
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes) or np.ndim(prompt) != 1:
             raise ValueError(f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}")
-        return None, [_token_id(token, self.vocab_size) for token in prompt]
+        return None, [_token_id(token) for token in prompt]
+
+    def _check_known(self, what: str, ids: Sequence[int]) -> None:
+        """Raise ValueError for an id that belongs to no token: the model has learned nothing about it."""
+        given = np.asarray(ids)
+        inside = (given >= 0) & (given < len(self.known))
+        known = inside.copy()
+        known[inside] = self.known[given[inside].astype(np.int64)]
+        if known.all():
+            return
+        unknown, largest = given[~known][0], int(np.flatnonzero(self.known)[-1])
+        if 0 <= unknown <= largest:
+            raise ValueError(f"{what} must belong to tokens, but the tokenizer has none for {unknown}; leave it out")
+        raise ValueError(f"{what} must be in [0, {largest}], but one is {unknown}")
+
+    def _encode_mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        """Token ids go before a text, which is then only shown."""
+        known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+        if not known:
+            raise ValueError(f"a prompt must have the key 'prompt' or 'prompt_token_ids', but has {list(prompt)}")
+        check_option_names(without_neutral(prompt, PROMPT), prompt_forms.KEYS, what="key of a prompt")
+        text, ids = self._encode(prompt[known[0]])
+        return text if len(known) == 1 else _shown_text(prompt["prompt"]), ids
+
+    def _truncated(self, ids: list[int], params: SamplingParams) -> list[int]:
+        """The last tokens, as many as `truncate_prompt_tokens` keeps."""
+        kept = params.truncate_prompt_tokens
+        return ids if kept is None else ids[-(self.max_model_len - 1 if kept == -1 else kept) :]
 
     def _check_length(self, ids: list[int]) -> None:
         if not ids:
@@ -193,17 +232,16 @@ class Intake:
         if self.tokenizer is None:
             raise ValueError("structured_outputs must have a tokenizer, but the model has none")
         if self._guides is None:
-            self._guides = GuideMaker(self.tokenizer, self.vocab_size, self._eos_token_ids)
-        leading = self.tokenizer.detokenizer(params.skip_special_tokens, prompt_token_ids).leading
-        make = partial(self._guides.make, wanted, leading)
-        make().mask()  # refuses what is wrong before anything runs
-        return make
+            self._guides = GuideMaker(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        maker, leading = self._guides, self.tokenizer.detokenizer(params.skip_special_tokens, prompt_token_ids).leading
+        maker.make(wanted, leading).mask()  # refuses what is wrong before anything runs
+        return lambda: maker.make(wanted, leading)
 
     def _request(self, submission: Submission, index: int, **options: Any) -> Request:
         """The request of completion number `index`. The result shows the metrics of completion 0."""
         number = next(self._numbers)
         params, room = submission.params, self.max_model_len - len(submission.prompt_token_ids)
-        ends = set(params.stop_tokens) | (set() if params.ignore_eos else self._eos_token_ids)
+        ends = set(params.stop_tokens) | (set() if params.ignore_eos else self.eos_token_ids)
         return Request(
             number=number,
             prompt_token_ids=submission.prompt_token_ids,
@@ -252,12 +290,26 @@ def _listed_conversations(messages: Any) -> list[Any]:
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
 
 
-def _token_id(token: Any, vocab_size: int, what: str = "token ids") -> int:
+def _shown_text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"prompt must be a text, but is {type(text).__name__}")
+    return text
+
+
+def _token_id(token: Any) -> int:
     if not isinstance(token, int | np.integer) or isinstance(token, bool):
-        raise ValueError(f"{what} must be integers, but one is {token!r}")
-    if not 0 <= token < vocab_size:
-        raise ValueError(f"{what} must be in [0, {vocab_size - 1}], but one is {token}")
+        raise ValueError(f"token ids must be integers, but one is {token!r}")
     return int(token)
+
+
+def _known_ids(tokenizer: Tokenizer | None, vocab_size: int, ends: Iterable[int]) -> np.ndarray:
+    """[V] bool: the ids of tokens, and those that the model ends with, whatever the tokenizer calls them.
+
+    Without a tokenizer all ids count.
+    """
+    known = np.array([True] * vocab_size if tokenizer is None else tokenizer.known_ids(vocab_size))
+    known[[token for token in ends if 0 <= token < vocab_size]] = True
+    return known
 
 
 def _seed(params: SamplingParams, index: int, engine_seed: int, number: int) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 PIECE = 1 << 14  # characters that are tokenised at a time: some ten milliseconds
-CUT_TOKENS = 64  # a piece may have so many tokens more than its part of the whole text, because it was cut out
+CUT_TOKENS = 16  # a piece may have so many tokens more than its part of the whole text, because it was cut out
 LIKELY_CHARACTERS = 8  # of a token: a text with fewer is tokenised at once
 
 

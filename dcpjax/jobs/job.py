@@ -1,7 +1,7 @@
 """The loop of a batch job: submit lines while there is room, run a step, write the records of what has finished."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,8 +27,8 @@ class BatchEngineProtocol(Protocol):
         """Queue a request. Raises ValueError for one that cannot be run."""
         ...
 
-    def advance(self) -> list[tuple[int, RequestOutput]]:
-        """Run one step; the requests that it finished."""
+    def advance(self) -> list[tuple[int, Sequence[RequestOutput]]]:
+        """Run one step; the requests that it finished, with a result for each of their prompts."""
         ...
 
     def drop_waiting(self) -> list[int]:
@@ -140,20 +140,21 @@ class BatchJob:
     def _run_step(self) -> None:
         if self._running:
             assert self._engine.num_unfinished, "the engine has lost requests"
-            for number, output in self._engine.advance():
-                self._write_result(number, output)
+            for number, outputs in self._engine.advance():
+                self._write_result(number, outputs)
             self._statistics.engine = self._engine.stats()
         self._file.sync_when_due()
         self._statistics.running = len(self._running)
         self._progress.update()
 
-    def _write_result(self, number: int, output: RequestOutput) -> None:
+    def _write_result(self, number: int, outputs: Sequence[RequestOutput]) -> None:
         request, size = self._running.pop(number)
         self._bytes_running -= size
-        record = result_record(request, output, model=self._defaults.model, created=int(time.time()))
+        record = result_record(request, outputs, model=self._defaults.model, created=int(time.time()))
         self._file.append(encode_record(record))
         self._statistics.written += 1
-        self._statistics.add_tokens(output)
+        for output in outputs:
+            self._statistics.add_tokens(output)
         if record["error"]:
             self._report_error(number, record["error"])
 

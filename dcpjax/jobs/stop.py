@@ -17,7 +17,7 @@ from types import FrameType
 from dcpjax.api.progress import CLEAR_LINE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SPARE_SECONDS = 1.5  # after the grace period: for the step that runs, and for closing the files
+SPARE_SECONDS = 1.0  # after the grace period: for the step that runs, and for closing the files
 
 
 class StopOnSignal:

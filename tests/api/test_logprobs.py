@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from dcpjax.api.logprobs import Logprob, to_logprobs
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.request import Request
+from dcpjax.sampling.known_tokens import KnownTokens
 from dcpjax.sampling.sampler import SamplingBatch, sample
 from dcpjax.sampling.scoring import score, shared_num_logprobs
 
@@ -80,6 +81,17 @@ def test_sampled_tokens_are_scored_by_the_logits_as_they_came(options):
     expected, tokens = log_softmax(logits), np.asarray(sampled.tokens)
     np.testing.assert_allclose(sampled.logprobs.chosen, expected[range(2), tokens], atol=1e-5)
     np.testing.assert_array_equal(sampled.logprobs.top_ids, np.argsort(-logits, axis=1)[:, :4])
+
+
+def test_ids_that_no_token_has_count_for_probabilities_alone():
+    logits, known = random_logits(5), np.ones(VOCAB, bool)
+    known[[int(logits[0].argmax()), 3]] = False
+    tokens = np.full(4, int(np.flatnonzero(known)[0]), np.int32)
+    found, expected = scored(logits, tokens, -1, KnownTokens.on(jax.devices()[0], known).ids), log_softmax(logits)
+    np.testing.assert_allclose(found.chosen, expected[range(4), tokens], atol=1e-5)
+    np.testing.assert_array_equal(found.rank, ((logits >= logits[range(4), tokens][:, None]) & known).sum(1))
+    np.testing.assert_array_equal(found.top_ids[:, :-2], np.argsort(np.where(known, -logits, np.inf), 1)[:, :-2])
+    np.testing.assert_array_equal(found.top[:, -2:], -np.inf)
 
 
 def test_the_number_of_scores_is_one_of_few():

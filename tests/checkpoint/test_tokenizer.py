@@ -367,6 +367,17 @@ def test_a_message_with_tool_calls_needs_no_content(folder):
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False)
 
 
+def test_an_answer_without_content_is_an_empty_one(folder):
+    tokenizer = Tokenizer.from_folder(folder)
+    empty, null, missing = (
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}, {"role": "assistant", **content}])
+        for content in ({"content": ""}, {"content": None}, {})
+    )
+    assert empty == null == missing
+    with pytest.raises(ValueError, match="must be a str or a list of text parts, but is None"):
+        tokenizer.apply_chat_template([{"role": "user", "content": None}])
+
+
 CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
 ENDS = "{% endfor %}{% endfor %}"
 WANTS_OBJECTS = {
@@ -712,3 +723,9 @@ def test_an_interrupt_is_heard_while_a_long_text_is_tokenised(monkeypatch):
     finally:
         backend.end.set()
         signal.signal(signal.SIGINT, usual)
+
+
+def test_a_vocabulary_may_have_holes_and_ends_somewhere():
+    backend = Backend(models.BPE({"a": 0, "b": 2}, []))
+    backend.decoder = decoders.ByteLevel()
+    assert Tokenizer(backend, {}).known_ids(4) == [True, False, True, False]

@@ -102,6 +102,23 @@ def test_neutral_values_change_nothing(family):
             assert from_hf({**base, field: value}) == from_hf(base), (field, value)
 
 
+PUBLISHED = [  # entries that published configs hold beside the sizes
+    ("llama", {"is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 1, "rope_scaling": None}),
+    ("qwen2", {"use_mrope": False, "sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 28}),
+    ("qwen3", {"sliding_window": None, "max_window_layers": 36, "rope_scaling": None, "attention_bias": False}),
+    ("qwen3_moe", {"router_aux_loss_coef": 0.001, "output_router_logits": False, "mlp_only_layers": [0]}),
+    ("deepseek_v2", {"aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1, "scoring_func": "softmax"}),
+    ("deepseek_v3", {"ep_size": 1, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
+    ("kimi_k2", {"auto_map": {"AutoModel": "x.Y"}, "seq_aux": True, "num_nextn_predict_layers": 0, "qk_head_dim": 3}),
+    ("kimi_k2", {"is_encoder_decoder": False, "add_cross_attention": False, "is_decoder": False, "use_cache": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "entries"), PUBLISHED)
+def test_entries_of_published_configs_change_nothing(family, entries):
+    assert from_hf({**config_of(family), **entries}) == from_hf(config_of(family))
+
+
 def test_a_window_that_is_switched_off_is_accepted():
     for family in ("qwen2", "qwen3", "qwen3_moe"):
         assert from_hf({**config_of(family), "sliding_window": 4096}) == from_hf(config_of(family))
