@@ -151,7 +151,7 @@ def test_decoded_tokens_join_to_the_text_and_their_offsets_point_into_it(name, p
     asked = RequestBody(kind="completion", sampling=SamplingParams(logprobs=1), prompt=prompt)
     prompt_ids = ids_of(tokens, prompt) or [1]
     output = completed(tokens, prompt_ids, ids, logprobs=1)
-    choice = response_body(asked, output, name="1", model="m", created=0)["choices"][0]
+    choice = response_body(asked, [output], name="1", model="m", created=0)["choices"][0]
     listed, text = choice["logprobs"]["tokens"], choice["text"]
     assert "".join(listed[:-1]) == text  # the last has the name of the end token, which is not in the text
     assert choice["logprobs"]["text_offset"] == [len("".join(listed[:place])) for place in range(len(ids))]
@@ -164,7 +164,7 @@ def test_bytes_of_log_probabilities_join_to_the_bytes_of_the_text(name):
     ids = [*ids_of(tokens, "Once é日🙂"), 2]
     asked = RequestBody(kind="chat", sampling=SamplingParams(logprobs=1), messages=[{"role": "user", "content": "a"}])
     output = completed(tokens, "Once", ids, logprobs=1)
-    choice = response_body(asked, output, name="1", model="m", created=0)["choices"][0]
+    choice = response_body(asked, [output], name="1", model="m", created=0)["choices"][0]
     content = choice["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in content) == choice["message"]["content"].encode()
     assert content[-1]["bytes"] == []
