@@ -178,11 +178,11 @@ class Tokenizer:
             "special_tokens": self.hugging_face.special_tokens_map,
             "added_tokens": [(token.content, token.special) for token in added],
         }
-        fitting = self._with_fitting_arguments(messages, task)
-        self._check_no_control_tokens([fitting, tools])
         # Many templates fail on null, or write it, where they would pass over a missing key.
-        shown = [{key: value for key, value in message.items() if value is not None} for message in fitting]
-        return task | {"messages": shown}
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        fitting = self._with_fitting_arguments(given, task)
+        self._check_no_control_tokens([fitting, tools])
+        return task | {"messages": fitting}
 
     def _chat_template(self, given: str | None, tools: Any) -> str:
         """The one that is given, the checkpoint's only one, or of several that with the right name."""

@@ -393,6 +393,7 @@ WANTS_TEXTS = {
     "sum": CALLS + "{{ '<' + a + '>' }}" + ENDS,
     "either": CALLS + "<{% if a is string %}{{ a }}{% else %}{{ a | tojson }}{% endif %}>" + ENDS,
     "written": CALLS + "<{{ a }}>" + ENDS,
+    "behind content": CALLS + "{% if m.content is defined %}{{ m.content + '' }}{% endif %}{{ '<' + a + '>' }}" + ENDS,
 }
 
 
