@@ -55,8 +55,9 @@ class EngineConfig:
         async_scheduling: schedule the next step while the current one runs.
         max_logprobs: most log-probabilities per token that a request may ask for; -1 allows the whole vocabulary.
         kv_cache_memory_bytes: cache size per device. None: on CPU 1 GiB divided by the number of devices, elsewhere
-            what `gpu_memory_utilization` leaves after the weights.
-        gpu_memory_utilization: share of an accelerator's memory to use.
+            what `gpu_memory_utilization` leaves after the weights and the temporaries of the largest step.
+        gpu_memory_utilization: share of an accelerator's memory to use, at most what XLA reserves: of a GPU 75 %, or
+            what the environment variable XLA_CLIENT_MEM_FRACTION says.
         kv_cache_dtype: "auto" is that of the weights.
         dcp_comm_backend: how ranks merge their partial attention: "ag_rs", "a2a" or "psum"; "auto" takes for each
             step shape the one that is fastest by the measured speed of the links between devices ("ag_rs" on CPU).

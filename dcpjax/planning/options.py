@@ -34,7 +34,8 @@ class PlanOptions:
         concurrency: requests that must run at once. None: as many as fit.
         block_size: tokens per cache block, counted over all ranks.
         gpu_memory_utilization: share of a device's memory to use.
-        workspace_bytes: bytes set aside on each device for activations and the runtime.
+        workspace_bytes: bytes set aside on each device for temporaries. None: an upper bound of what the
+            engine's largest step needs.
         kv_cache_memory_bytes: bytes of the cache on each device. None: what weights and workspace leave; on cpu the
             engine's default.
         dcp_comm_backend: how ranks merge their partial attention: "ag_rs", "a2a" or "psum".
@@ -53,7 +54,7 @@ class PlanOptions:
     concurrency: int | None = None
     block_size: int = 256
     gpu_memory_utilization: float = 0.9
-    workspace_bytes: int = 0
+    workspace_bytes: int | None = None
     kv_cache_memory_bytes: int | None = None
     dcp_comm_backend: CommBackend = "ag_rs"
     dcp_replicate_q: bool = False
@@ -65,7 +66,8 @@ class PlanOptions:
         for name in ("decode_context_parallel_size", "context_length", "concurrency", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
-        check_size("workspace_bytes", self.workspace_bytes, 0)
+        if self.workspace_bytes is not None:
+            check_size("workspace_bytes", self.workspace_bytes, 0)
         if self.output_length is not None:
             check_size("output_length", self.output_length, 0)
         find_hardware(self.hardware)  # raises for what is none

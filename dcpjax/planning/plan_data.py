@@ -47,6 +47,7 @@ class LayoutRow:
     weight_bytes: int  # per device
     block_bytes: int  # of one cache block, per device
     num_blocks: int  # 0 if the weights leave no memory
+    workspace_bytes: int  # per device, for temporaries
     memory_needed: int  # bytes per device: weights, workspace and cache
     demand: Demand
     exchanges: Mapping[str, Exchange]  # per layer and query token, by merge

@@ -1,16 +1,18 @@
 """`plan`: what fits on each legal layout, and the lower bound of its decode steps, from a model's config alone.
 
-Sizes are exact: they are computed from the arrays that the engine declares, and equal what it allocates. Times are
-lower bounds, see `floor.py`. No weight is read and no device is used.
+Sizes of weights and cache are exact: they are computed from the arrays that the engine declares, and equal what it
+allocates. Temporaries of a step are an upper bound, times are lower bounds, see `floor.py`. No weight is read and no
+device is used.
 """
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from dcpjax.api.config import EngineConfig
 from dcpjax.checkpoint.model_config import resolve_dtype
+from dcpjax.engine.limits import step_limits
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.planning.floor import Floor, exchange, floor, smallest, step_cost
@@ -20,7 +22,8 @@ from dcpjax.planning.options import RUNNABLE, SPELLINGS, PlanOptions
 from dcpjax.planning.plan_data import Demand, LayoutRow, PlanData, useful_dcp
 from dcpjax.planning.sizes import block_bytes, checkpoint_bytes, weight_bytes
 from dcpjax.planning.table import to_dict, to_html, to_text
-from dcpjax.runtime.memory import CPU_CACHE_BYTES
+from dcpjax.runtime.memory import CPU_CACHE_BYTES, cache_budget
+from dcpjax.runtime.temporaries import step_temporaries
 from dcpjax.sharding.merge import MERGES
 from dcpjax.sharding.mesh import Layout, check_layout, legal_layouts
 
@@ -86,13 +89,22 @@ class _Planner:
         kv_dtype = SPELLINGS.get(choice.kv_cache_dtype, choice.kv_cache_dtype)
         self.kv_dtype = default_kv_dtype if kv_dtype == "auto" else kv_dtype
         self.demand = _demand(choice, config)
+        self.limits = step_limits(
+            config,
+            "cpu" if self.hardware.shared else "accelerator",
+            max_num_seqs=EngineConfig.max_num_seqs,
+            max_num_batched_tokens=None,
+            max_mixed_prefill_tokens=None,
+            enable_prefix_caching=True,
+        )
 
     def row(self, layout: Layout) -> LayoutRow:
         config, choice = self.config, self.choice
         block_size = _nearest_multiple(choice.block_size, layout.dcp)
         weights = weight_bytes(config, layout, self.dtype, replicate_q=choice.dcp_replicate_q)
         block = block_bytes(config, layout, block_size, self.kv_dtype)
-        budget = self.cache_budget(weights)
+        workspace = self.workspace(layout)
+        budget = self.cache_budget(weights, workspace)
         row = LayoutRow(
             tp=layout.tp,
             dcp=layout.dcp,
@@ -101,7 +113,8 @@ class _Planner:
             weight_bytes=weights,
             block_bytes=block,
             num_blocks=max(0, budget) // block,
-            memory_needed=weights + choice.workspace_bytes + max(0, budget),
+            workspace_bytes=workspace,
+            memory_needed=weights + workspace + max(0, budget),
             demand=self.demand,
             exchanges={merge: exchange(config, layout, merge, replicate_q=choice.dcp_replicate_q) for merge in MERGES},
             cost=step_cost(
@@ -121,15 +134,22 @@ class _Planner:
     def floor(self, row: LayoutRow, requests: int, context: float) -> Floor:
         return floor(row.cost, self.hardware, requests, context)
 
-    def cache_budget(self, weights: int) -> int:
+    def workspace(self, layout: Layout) -> int:
+        """Bytes of each device for temporaries: the user's choice, or those of the engine's largest step."""
+        if self.choice.workspace_bytes is not None:
+            return self.choice.workspace_bytes
+        tokens, rows = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
+        return step_temporaries(self.config, layout, tokens=tokens, rows=rows)
+
+    def cache_budget(self, weights: int, workspace: int) -> int:
         """Bytes of each device for the cache; negative if weights and workspace alone exceed its memory."""
         if self.choice.kv_cache_memory_bytes:
             return self.choice.kv_cache_memory_bytes
         usable = self.hardware.memory * self.choice.gpu_memory_utilization
-        left = usable - weights - self.choice.workspace_bytes
         if self.hardware.shared:  # the engine's own default on CPU
-            left = min(left, CPU_CACHE_BYTES // self.choice.tensor_parallel_size)
-        return math.floor(left)
+            default = CPU_CACHE_BYTES // self.choice.tensor_parallel_size
+            usable = min(usable, weights + workspace + default)
+        return cache_budget(usable, weights=weights, temporaries=workspace)
 
 
 def _compared_with_dcp_1(rows: list[LayoutRow], planner: _Planner) -> tuple[LayoutRow, ...]:

@@ -178,7 +178,7 @@ def _shortage_sentence(plan: PlanData) -> str:
     """How much memory is missing, and the smallest change that helps."""
     row, limit = plan.row, plan.memory_limit
     wanted = plan.options.concurrency or 1
-    occupied = row.weight_bytes + plan.options.workspace_bytes
+    occupied = row.weight_bytes + row.workspace_bytes
     where = f"It does not fit: at dcp={row.dcp} each device"
     if occupied >= limit:
         return (
@@ -200,7 +200,7 @@ def _shortage_sentence(plan: PlanData) -> str:
 def _enough_devices(plan: PlanData) -> str:
     """The smallest number of devices, by doubling, on which the weights fit."""
     devices, config = plan.options.tensor_parallel_size, plan.config
-    limit = plan.memory_limit - plan.options.workspace_bytes
+    limit = plan.memory_limit - plan.row.workspace_bytes
     while not plan.hardware.shared and (devices := devices * 2) <= MOST_DEVICES:
         layout = Layout(tensor_parallel_size=devices, decode_context_parallel_size=devices)
         if config.mla is not None and config.num_heads % devices:

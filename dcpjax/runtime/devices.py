@@ -58,4 +58,4 @@ def keep_compiled_programs(choice: bool | str | os.PathLike[str]) -> None:
     remove_old_parts(folder)
     write_programs_whole()
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # reading a small one is quicker too

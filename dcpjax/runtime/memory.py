@@ -1,5 +1,7 @@
 """How many blocks the cache has and how long a request may be: from the user's choice, the model and the memory."""
 
+import math
+import os
 from dataclasses import dataclass
 
 import jax
@@ -9,6 +11,7 @@ from dcpjax.engine.limits import step_limits
 from dcpjax.engine.scheduler import StepLimits
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.runtime.model import MeshModel
+from dcpjax.runtime.temporaries import step_temporaries
 from dcpjax.sharding.arrays import is_spec
 
 CPU_CACHE_BYTES = 2**30  # default cache of all virtual CPU devices together
@@ -25,7 +28,15 @@ class Sizes:
 
 def resolve_sizes(model: MeshModel, engine: EngineConfig) -> Sizes:
     """Raises ValueError for a cache without a single block, or a `max_model_len` that model or cache cannot hold."""
-    budget = engine.kv_cache_memory_bytes or default_cache_bytes(model, engine)
+    limits = step_limits(
+        model.config,
+        model.platform,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_mixed_prefill_tokens=engine.max_mixed_prefill_tokens,
+        enable_prefix_caching=engine.enable_prefix_caching,
+    )
+    budget = engine.kv_cache_memory_bytes or default_cache_bytes(model, engine, limits)
     num_blocks = count_blocks(budget, block_bytes_per_device(model), model.geometry)
     capacity = num_blocks * model.geometry.block_size
     limit = model.config.max_position_embeddings
@@ -41,14 +52,7 @@ def resolve_sizes(model: MeshModel, engine: EngineConfig) -> Sizes:
     return Sizes(
         num_blocks=num_blocks,
         max_model_len=engine.max_model_len or min(limit, capacity),
-        limits=step_limits(
-            model.config,
-            model.platform,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            max_mixed_prefill_tokens=engine.max_mixed_prefill_tokens,
-            enable_prefix_caching=engine.enable_prefix_caching,
-        ),
+        limits=limits,
     )
 
 
@@ -58,10 +62,11 @@ def block_bytes_per_device(model: MeshModel) -> int:
     return sum(spec.bytes_per_device(model.place) for spec in specs)
 
 
-def default_cache_bytes(model: MeshModel, engine: EngineConfig) -> int:
+def default_cache_bytes(model: MeshModel, engine: EngineConfig, limits: StepLimits) -> int:
     """Cache size per device where the user names none.
 
-    On CPU a share of `CPU_CACHE_BYTES`; elsewhere what `gpu_memory_utilization` leaves beside the weights.
+    On CPU a share of `CPU_CACHE_BYTES`; elsewhere what `gpu_memory_utilization` leaves beside the weights and the
+    temporaries of the largest step.
     """
     device = model.place.mesh.devices.flat[0]
     stats = device.memory_stats() if model.platform != "cpu" else None
@@ -69,7 +74,32 @@ def default_cache_bytes(model: MeshModel, engine: EngineConfig) -> int:
         return CPU_CACHE_BYTES // model.layout.devices
     specs = jax.tree.leaves(model.weight_specs(), is_leaf=is_spec)
     weights = sum(spec.bytes_per_device(model.place) for spec in specs)
-    return int(stats["bytes_limit"] * engine.gpu_memory_utilization) - stats["bytes_in_use"] - weights
+    tokens, rows = limits.max_num_batched_tokens, limits.max_num_seqs
+    return cache_budget(
+        memory_limit(stats["bytes_limit"], engine.gpu_memory_utilization, reserved_share(model.platform))
+        - stats["bytes_in_use"],
+        weights=weights,
+        temporaries=step_temporaries(model.config, model.layout, tokens=tokens, rows=rows),
+    )
+
+
+def cache_budget(limit: float, *, weights: int, temporaries: int) -> int:
+    """Bytes of each device for the cache, of the `limit` that may be used; negative if the others exceed it. The
+    planner counts with it too."""
+    return math.floor(limit - weights - temporaries)
+
+
+def memory_limit(reserved: int, utilization: float, share: float) -> float:
+    """`utilization` of a device's whole memory, of which XLA has reserved `share`; at most all that it has reserved."""
+    return min(reserved, utilization * reserved / share)
+
+
+def reserved_share(platform: str) -> float:
+    """Share of a device's memory that XLA reserves at its start: on GPUs 75 % unless the user has set another."""
+    if platform != "gpu":
+        return 1.0
+    names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    return float(next(filter(None, map(os.environ.get, names)), "0.75"))
 
 
 def count_blocks(budget: int, block_bytes: int, geometry: CacheGeometry) -> int:

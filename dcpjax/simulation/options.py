@@ -51,7 +51,8 @@ class SimOptions:
         block_size: tokens per cache block, counted over all ranks.
         enable_prefix_caching: reuse the cache of prompts that begin with the same tokens.
         gpu_memory_utilization: share of a device's memory to use.
-        workspace_bytes: bytes set aside on each device for activations and the runtime.
+        workspace_bytes: bytes set aside on each device for temporaries. None: an upper bound of what the
+            engine's largest step needs.
         kv_cache_memory_bytes: bytes of the cache on each device. None: what weights and workspace leave.
         dcp_comm_backend: how ranks merge their partial attention: "ag_rs", "a2a" or "psum".
         dcp_replicate_q: keep the whole query projection on each rank; takes memory and saves one collective per layer.
@@ -72,7 +73,7 @@ class SimOptions:
     block_size: int = 256
     enable_prefix_caching: bool = True
     gpu_memory_utilization: float = 0.9
-    workspace_bytes: int = 0
+    workspace_bytes: int | None = None
     kv_cache_memory_bytes: int | None = None
     dcp_comm_backend: CommBackend = "ag_rs"
     dcp_replicate_q: bool = False

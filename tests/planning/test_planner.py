@@ -264,7 +264,13 @@ def test_fp8_checkpoint_of_deepseek_v3_is_as_large_as_published():
 
 def b200_agents(**options: Any) -> Plan:
     """Kimi-K2.6 on 8 x B200 as published: nvfp4 weights, fp8 cache, vLLM's share of the memory."""
-    shared = {"dtype": "nvfp4", "kv_cache_dtype": "fp8", "gpu_memory_utilization": 0.92, "hardware": "b200"}
+    shared = {
+        "dtype": "nvfp4",
+        "kv_cache_dtype": "fp8",
+        "gpu_memory_utilization": 0.92,
+        "hardware": "b200",
+        "workspace_bytes": 0,
+    }
     return plan("kimi-k2.6", tensor_parallel_size=8, **shared, **options)
 
 
