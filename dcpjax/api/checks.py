@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import islice
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, TypeGuard, TypeVar
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -49,8 +49,8 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def is_nan(value: Real) -> bool:
-    """Whether it is no number; `math.isnan` does not take integers beyond the largest float."""
+def is_nan(value: Any) -> bool:
+    """Whether a number of any kind is NaN; `math.isnan` does not take integers beyond the largest float."""
     return not -math.inf <= value <= math.inf
 
 

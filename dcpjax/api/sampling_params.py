@@ -298,7 +298,7 @@ def _biases(biases: Any) -> dict[int, float]:
     return found
 
 
-def _plain_float(value: Real) -> float:
+def _plain_float(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:  # a fraction beyond the largest float

@@ -36,14 +36,14 @@ def blocked_argmax(logits: jax.Array, known: KnownIds | None = None) -> jax.Arra
     rows, vocab_size = logits.shape
     padding = 0, -vocab_size % BLOCK
     blocks = jnp.pad(logits, ((0, 0), padding), constant_values=-jnp.inf).reshape(rows, -1, BLOCK)
+    counted = None if known is None else jnp.pad(known.mask, padding).reshape(-1, BLOCK)
     largest = jnp.max(blocks, axis=-1)
-    if known is not None:
-        counted = jnp.pad(known.mask, padding).reshape(-1, BLOCK)
+    if known is not None and counted is not None:
         mixed = jnp.where(counted[known.mixed][None], blocks[:, known.mixed], -jnp.inf)
         largest = jnp.where(jnp.any(counted, axis=-1)[None], largest, -jnp.inf)
         largest = largest.at[:, known.mixed].set(jnp.max(mixed, axis=-1))
     block = jnp.argmax(largest, axis=-1)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    if known is not None:
+    if counted is not None:
         inside = jnp.where(counted[block], inside, -jnp.inf)
     return (block * BLOCK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)

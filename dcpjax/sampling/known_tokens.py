@@ -33,11 +33,11 @@ class KnownTokens:
     ids: KnownIds
 
     @classmethod
-    def on(cls, devices: jax.Device | jax.sharding.Sharding, known: np.ndarray) -> "KnownTokens":
-        """`known` [V] bool, on these devices too."""
+    def on(cls, sharding: jax.sharding.Sharding, known: np.ndarray) -> "KnownTokens":
+        """`known` [V] bool, on the devices of `sharding` too."""
         padded = np.zeros(-(-len(known) // BLOCK) * BLOCK, np.bool_)
         padded[: len(known)] = known
         blocks = padded.reshape(-1, BLOCK)
         mixed = np.flatnonzero(blocks.any(axis=1) & ~blocks.all(axis=1)).astype(np.int32)
         words = np.packbits(padded, bitorder="little").view("<u4")[: -(-len(known) // 32)]
-        return cls(words, jax.device_put(KnownIds(known, mixed), devices))  # type: ignore[arg-type]
+        return cls(words, jax.device_put(KnownIds(known, mixed), sharding))  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import SingleDeviceSharding
 
 from dcpjax.api.logprobs import Logprob, to_logprobs
 from dcpjax.api.sampling_params import SamplingParams
@@ -87,7 +88,10 @@ def test_ids_that_no_token_has_count_for_probabilities_alone():
     logits, known = random_logits(5), np.ones(VOCAB, bool)
     known[[int(logits[0].argmax()), 3]] = False
     tokens = np.full(4, int(np.flatnonzero(known)[0]), np.int32)
-    found, expected = scored(logits, tokens, -1, KnownTokens.on(jax.devices()[0], known).ids), log_softmax(logits)
+    found, expected = (
+        scored(logits, tokens, -1, KnownTokens.on(SingleDeviceSharding(jax.devices()[0]), known).ids),
+        log_softmax(logits),
+    )
     np.testing.assert_allclose(found.chosen, expected[range(4), tokens], atol=1e-5)
     np.testing.assert_array_equal(found.rank, ((logits >= logits[range(4), tokens][:, None]) & known).sum(1))
     np.testing.assert_array_equal(found.top_ids[:, :-2], np.argsort(np.where(known, -logits, np.inf), 1)[:, :-2])

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import SingleDeviceSharding
 
 from dcpjax.sampling.argmax import argmax, blocked_argmax, plain_argmax
 from dcpjax.sampling.known_tokens import BLOCK, KnownIds, KnownTokens
@@ -35,7 +36,7 @@ def test_every_form_finds_the_same_index_where_logits_are_not_finite(places, val
 
 
 def ids(known: np.ndarray) -> KnownIds:
-    return KnownTokens.on(jax.devices()[0], known).ids
+    return KnownTokens.on(SingleDeviceSharding(jax.devices()[0]), known).ids
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, VOCAB), st.sampled_from([0.0, 0.03, 0.5]))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from dcpjax.api.bitmask import pack
 from dcpjax.api.checks import LARGEST_FLOAT32, LEAST_FLOAT32
@@ -474,7 +474,7 @@ ASKS = {
 def test_ids_that_no_token_has_are_never_chosen(ask):
     state = {name: value for name, value in ASKS[ask].items() if name != "params"}
     params = ASKS[ask].get("params", {})
-    known = KnownTokens.on(jax.devices()[0], KNOWN)
+    known = KnownTokens.on(SingleDeviceSharding(jax.devices()[0]), KNOWN)
     for temperature in (0.0, 1.0, 1e38):
         mine = request(SamplingParams(temperature=temperature, **params), 4, **state)
         requests = [mine, request(SamplingParams(temperature=temperature), 5)]
