@@ -41,7 +41,9 @@ class Callers:
 
     def stream(self, prompt: Sequence[int], max_tokens: int) -> Generator[int]:
         params = SamplingParams(max_tokens=max_tokens)
-        running = RunningPrompt(Submission(index=0, params=params, prompt_token_ids=list(prompt)), deque())
+        running = RunningPrompt(
+            Submission(index=0, request_id="0", params=params, prompt_token_ids=list(prompt)), deque()
+        )
         running.add(request(next(self._numbers), prompt, max_tokens), TextStream(None, params), str)
         self.shared.start(running.completions)
         try:
