@@ -7,7 +7,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dcpjax.api.beam_search import BeamSearchParams
     from dcpjax.api.outputs import CompletionOutput, RequestOutput, StreamEvent
+    from dcpjax.api.prompts import TextPrompt, TokensPrompt
     from dcpjax.api.sampling_params import SamplingParams
     from dcpjax.api.structured_outputs import StructuredOutputsParams
     from dcpjax.jobs.run import run_batch
@@ -18,11 +20,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "RequestOutput",
     "SamplingParams",
     "StreamEvent",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "generate",
     "plan",
     "run_batch",
@@ -32,11 +37,14 @@ __all__ = [
 _HOME = {
     "LLM": "dcpjax.llm",
     "generate": "dcpjax.llm",
+    "BeamSearchParams": "dcpjax.api.beam_search",
     "CompletionOutput": "dcpjax.api.outputs",
     "RequestOutput": "dcpjax.api.outputs",
     "StreamEvent": "dcpjax.api.outputs",
     "SamplingParams": "dcpjax.api.sampling_params",
     "StructuredOutputsParams": "dcpjax.api.structured_outputs",
+    "TextPrompt": "dcpjax.api.prompts",
+    "TokensPrompt": "dcpjax.api.prompts",
     "plan": "dcpjax.planning.planner",
     "run_batch": "dcpjax.jobs.run",
     "simulate": "dcpjax.simulation.simulator",

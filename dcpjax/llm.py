@@ -2,31 +2,46 @@
 
 import os
 import time
+import warnings
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dcpjax.api.beam_search import BeamSearchOutput, BeamSearchParams
 from dcpjax.api.checks import check_option_names
 from dcpjax.api.config import EngineConfig
-from dcpjax.api.outputs import RequestOutput, StreamEvent
+from dcpjax.api.logprobs import Logprob
+from dcpjax.api.outputs import PromptWarning, RequestOutput, StreamEvent
 from dcpjax.api.progress import bar
 from dcpjax.api.sampling_params import SamplingParams
-from dcpjax.checkpoint.model_files import ModelFiles, open_model
+from dcpjax.api.vllm_options import ATTRIBUTES, ENGINE, SAMPLING, check_call, without_neutral
+from dcpjax.checkpoint.model_files import ModelFiles, open_model, open_tokenizer
 from dcpjax.checkpoint.tokenizer import Tokenizer
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.stats import EngineStats
-from dcpjax.frontend.completion import Completion, RunningPrompt
+from dcpjax.frontend import beam_search
+from dcpjax.frontend.beam_search import Search
+from dcpjax.frontend.completion import RunningPrompt
 from dcpjax.frontend.intake import Intake, Message, Prompt
+from dcpjax.frontend.shared_engine import SharedEngine
 from dcpjax.frontend.submission import Submission
 from dcpjax.notebook_view import describe
-from dcpjax.runtime.interrupts import held_interrupts
 from dcpjax.runtime.runner import load_runner
 from dcpjax.runtime.warmup import warm_up
 
+CHAT_OPTIONS = (
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "priority",
+)
+
 
 class LLM:
-    """A model ready to generate.
+    """A model ready to generate. Threads may share it: what they ask for runs in one batch.
 
     Args:
         model: a folder in Hugging Face form, a .gguf file, a known alias such as "smollm2-135m", or a hub id.
@@ -40,10 +55,10 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], *, progress: bool = True, **options: Any) -> None:
         self.engine_config = EngineConfig.from_options(options)
         self.files: ModelFiles = open_model(model)
-        self.tokenizer: Tokenizer | None = self.files.tokenizer()
+        named = self.engine_config.tokenizer
+        self.tokenizer: Tokenizer | None = self.files.tokenizer() if named is None else open_tokenizer(named)
         self.progress = progress
         self.runner = load_runner(self.files, self.engine_config, progress=progress)
-        warm_up(self.runner, self.engine_config.warmup)
         sizes = self.runner.sizes
         self.engine = Engine(
             self.runner,
@@ -58,7 +73,9 @@ class LLM:
             vocab_size=self.runner.model.config.vocab_size,
             max_model_len=sizes.max_model_len,
         )
-        self._active: dict[int, Completion] = {}  # by the number of its request
+        self.runner.restrict(self.intake.known)
+        warm_up(self.runner, self.engine_config.warmup)
+        self._shared = SharedEngine(self.engine)
 
     def __repr__(self) -> str:
         model, tokens = self.runner.model, self.runner.sizes.num_blocks * self.runner.geometry.block_size
@@ -68,21 +85,36 @@ class LLM:
     def _repr_html_(self) -> str:
         return describe(self.files.path, self.runner)
 
+    if not TYPE_CHECKING:  # else every misspelt name would be an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Says what to use instead of what vLLM's `LLM` has and this one has not."""
+            hint = f"; {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
+            raise AttributeError(f"LLM has no attribute {name!r}{hint}", name=name, obj=self)
+
     @property
     def max_model_len(self) -> int:
         return self.runner.sizes.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json asks for, on top of the defaults."""
-        return self.intake.default_params
+        return self.intake.default_params.clone()
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of transformers that renders this model's chats. Raises ValueError for a model without one."""
+        if self.tokenizer is None:
+            raise ValueError(
+                "get_tokenizer needs a model with a tokenizer, but this one has none; use LLM(tokenizer=...)"
+            )
+        return self.tokenizer.hugging_face
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prompt. False, and nothing happens, while requests run."""
-        return self.engine.reset_prefix_cache()
+        return self._shared.call(self.engine.reset_prefix_cache)
 
     def stats(self) -> EngineStats:
         """What runs now, what the cache holds and what has been done."""
-        return self.engine.stats()
+        return self._shared.call(self.engine.stats)
 
     def generate(
         self,
@@ -91,6 +123,7 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
+        **neutral: Any,
     ) -> list[RequestOutput]:
         """Complete every prompt; one result each, in the order given.
 
@@ -100,10 +133,12 @@ class LLM:
 
         Args:
             priority: one for all or one for each; lower runs earlier, with scheduling_policy="priority".
+            neutral: vLLM's other arguments, where they change nothing, such as lora_request=None.
 
         Raises:
             ValueError: `sampling_params` or `priority` is a list of another length than `prompts`.
         """
+        check_call(neutral, "prompts", "sampling_params", "priority", "use_tqdm")
         return self._collect(self.intake.submissions(prompts, sampling_params, priority), use_tqdm)
 
     def chat(
@@ -114,14 +149,18 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
+        **neutral: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, through the checkpoint's own chat template.
+        """Answer one conversation or several, through the checkpoint's own chat template or the text of another.
 
-        `chat_template_kwargs` are the template's own switches, such as {"enable_thinking": False}.
+        `chat_template_kwargs` are the template's own switches, such as {"enable_thinking": False}. The other arguments
+        are those of `generate`.
         """
+        check_call(neutral, "messages", "sampling_params", "use_tqdm", *CHAT_OPTIONS)
         submissions = self.intake.chat_submissions(
             messages,
             sampling_params,
@@ -129,6 +168,7 @@ class LLM:
             tools=tools,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
+            chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
         )
         return self._collect(submissions, use_tqdm)
@@ -151,17 +191,61 @@ class LLM:
         """`chat`, as a stream."""
         return self._stream(self.intake.chat_submissions(messages, sampling_params, tools=tools))
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        **neutral: Any,
+    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of every prompt, best first. One that cannot be run has an `error`.
+
+        Raises:
+            ValueError: 2 * `beam_width` exceeds the engine's `max_logprobs`.
+        """
+        check_call(neutral, "prompts", "params", "use_tqdm")
+        vocab_size = self.runner.model.config.vocab_size
+        step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=min(2 * params.beam_width, vocab_size))
+        step.check_against(vocab_size, self.engine_config.max_logprobs)
+
+        def next_tokens(texts: Sequence[list[int]]) -> list[dict[int, Logprob]]:
+            results = self.generate([{"prompt_token_ids": ids} for ids in texts], step, use_tqdm=False)
+            failed = next((result.error for result in results if result.error), None)
+            if failed is not None:
+                raise RuntimeError(failed)
+            meter.update(1)
+            return [logprobs for result in results for logprobs in result.outputs[0].logprobs or ()]
+
+        submissions = self.intake.submissions(prompts, step)
+        searches = {each.index: self._search(each, params) for each in submissions if each.error is None}
+        with bar(description="searching", total=params.max_tokens, shown=use_tqdm and self.progress) as meter:
+            beam_search.run(list(searches.values()), next_tokens)
+        return [self._found(searches.get(each.index), each.error) for each in submissions]
+
+    def _search(self, submission: Submission, params: BeamSearchParams) -> Search:
+        prompt = submission.prompt_token_ids
+        room = self.max_model_len - len(prompt)
+        return Search(prompt, params, min(params.max_tokens, room), self.intake.eos_token_ids)
+
+    def _found(self, search: Search | None, error: str | None) -> BeamSearchOutput:
+        sequences = search.result() if search else []
+        for sequence in sequences:
+            sequence.text = self.tokenizer and self.tokenizer.decode(sequence.tokens)
+        return BeamSearchOutput(sequences=sequences, error=error)
+
     def _collect(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
         events = deque[StreamEvent]()
         prompts = [RunningPrompt(submission, events) for submission in submissions]
         shown = use_tqdm and self.progress
         with bar(description="generating", total=len(prompts), shown=shown) as meter:
-            tokens, started = 0, time.monotonic()
+            tokens, started, finished = 0, time.monotonic(), set[int]()
             for event in self._run(prompts, events, streamed=False):
                 tokens += len(event.token_ids)
-                if event.finish_reason:
+                if event.finish_reason and prompts[event.prompt_index].output.finished:
+                    finished.add(event.prompt_index)
                     meter.set_postfix_str(f"{tokens / (time.monotonic() - started):.1f} tokens/s", refresh=False)
-                    meter.update(sum(prompt.output.finished for prompt in prompts) - meter.n)
+                    meter.update(len(finished) - meter.n)
         return [prompt.output for prompt in prompts]
 
     def _stream(self, submissions: list[Submission]) -> Generator[StreamEvent]:
@@ -172,18 +256,18 @@ class LLM:
         self, prompts: list[RunningPrompt], events: deque[StreamEvent], *, streamed: bool
     ) -> Generator[StreamEvent]:
         """Drive the engine until these prompts are done. The tokens of others go to their own events."""
-        unfinished = set(range(len(prompts)))
+        unfinished = sum(prompt.submission.params.n for prompt in prompts)
         try:
             for prompt in prompts:
                 self.start(prompt, streamed=streamed)
-            while events or unfinished:
+            _warn_of_a_single_error(prompts, streamed)
+            while unfinished:
+                if not events:
+                    self.advance(events)
                 while events:
                     event = events.popleft()
-                    if prompts[event.prompt_index].output.finished:
-                        unfinished.discard(event.prompt_index)
+                    unfinished -= event.finish_reason is not None
                     yield event
-                if unfinished:
-                    self.advance()
         finally:
             self.abandon(prompts)
 
@@ -197,41 +281,26 @@ class LLM:
             prompt.fail(prompt.submission.error)
             return
         self.intake.start(prompt, streamed=streamed)
-        for completion in prompt.completions:
-            try:
-                self.engine.add(completion.request)
-            except ValueError as error:
-                completion.fail(str(error))
-            else:
-                self._active[completion.request.number] = completion
+        self._shared.start(prompt.completions)
 
-    def advance(self) -> None:
-        """Run one step; prompts get their new tokens as events."""
-        with held_interrupts():
-            for request in self.engine.step():
-                if request.number in self._active:
-                    self._deliver(self._active[request.number])
+    def advance(self, events: Collection[StreamEvent] = ()) -> None:
+        """Run one step, or wait for the end of one that another thread runs; prompts get their new tokens as events.
 
-    def _deliver(self, completion: Completion) -> None:
-        completion.take_tokens()
-        output, request = completion.output, completion.request
-        if output.finish_reason is None:
-            return
-        if request.finish_reason is None:  # a stop string in the text, which the engine does not see
-            self.engine.end(request, output.finish_reason, output.stop_reason)
-        del self._active[request.number]
+        Does nothing if there are `events` already, or if nothing runs.
+        """
+        self._shared.advance(events)
 
     def abandon(self, prompts: list[RunningPrompt]) -> None:
-        """Free what unfinished prompts hold; after an interrupted step, see to the cache."""
-        numbers = {completion.request.number for prompt in prompts for completion in prompt.completions}
-        left = [self._active.pop(number) for number in numbers & self._active.keys()]
-        for completion in left:
-            self.engine.end(completion.request)
-            completion.abort()
-        if left:
-            self.engine.recover()
-            for completion in list(self._active.values()):  # what an interrupted step did for others
-                self._deliver(completion)
+        """End what has not finished, and free what it holds."""
+        self._shared.abort([completion for prompt in prompts for completion in prompt.completions])
+
+
+def _warn_of_a_single_error(prompts: Sequence[RunningPrompt], streamed: bool) -> None:
+    """Of several prompts the results tell which failed; of one alone, the caller may look at the text only."""
+    if len(prompts) == 1 and prompts[0].output.error is not None:
+        warnings.warn(
+            f"the prompt was not run: {prompts[0].output.error}", PromptWarning, stacklevel=3 if streamed else 5
+        )
 
 
 def generate(
@@ -242,6 +311,7 @@ def generate(
     `options` are those of `EngineConfig` and of `SamplingParams` (`seed` is both); an unknown one is refused by
     name. What is not given is the checkpoint's own.
     """
+    options = without_neutral(options, {**ENGINE, **SAMPLING})
     engine_names = [field.name for field in fields(EngineConfig)]
     sampling_names = [field.name for field in fields(SamplingParams)]
     check_option_names(options, [*engine_names, *sampling_names])

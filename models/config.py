@@ -1,33 +1,42 @@
 """A model's config, read from a checkpoint's `config.json`.
 
-`from_hf` is the only place that knows Hugging Face key names. Unknown keys are ignored, no code from the checkpoint is
-run, and a setting that would change the computation and is not supported is refused by name.
+`from_hf` and the files it uses (`config_fields`, `config_rope`) are the only places that know Hugging Face key names.
+No code from the checkpoint is run. Every entry that changes the mathematics is understood or refused by name; entries
+that change nothing are ignored.
 """
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-Json = Mapping[str, Any]
+from dcpjax.models.config_fields import (
+    DEFAULTS,
+    DENSE,
+    FAMILIES,
+    LATENT,
+    READ,
+    check_attention,
+    check_quantisation,
+    check_unread_fields,
+)
+from dcpjax.models.config_rope import RopeConfig, read_rope
+from dcpjax.models.config_values import (
+    MOST_EXPERTS,
+    MOST_EXPERTS_OF_ALL_LAYERS,
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    Json,
+    entries,
+    flag,
+    integer,
+    items,
+    number,
+    shown,
+    word,
+)
 
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding (Su et al. 2021) and the scaling of its frequencies."""
-
-    theta: float
-    kind: Literal["default", "linear", "llama3", "yarn", "factors"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3: frequencies of wavelengths above original/low are divided by `factor`
-    high_freq_factor: float = 4.0  # llama3: wavelengths below original/high are kept
-    original_max_position_embeddings: int = 0
-    factors: tuple[float, ...] = ()  # one divisor per frequency
-    beta_fast: float = 32.0  # yarn: pairs with more rotations than this within the original length are kept
-    beta_slow: float = 1.0  # yarn: frequencies of pairs with fewer rotations are divided by `factor`
-    truncate: bool = True  # yarn: round the two bounds outwards to whole pairs
-    angle_scale: float = 1.0  # yarn: cosine and sine are multiplied by this
-    softmax_mscale: float = 1.0  # yarn with mscale_all_dim: the softmax scale is multiplied by its square
+LATENT_NORM_EPS = 1e-6  # of the norms of latents, in the published code and in transformers, whatever `rms_norm_eps` is
+DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,87 +114,137 @@ class ModelConfig:
         return self.moe is not None and layer not in self.moe.dense_layers
 
 
-# by model_type: without experts; with latent attention (MLA), with or without experts
-DENSE = ("llama", "qwen2", "qwen3")
-LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-FAMILIES = (*DENSE, "qwen3_moe", *LATENT)
-
-
 def from_hf(config: Json) -> ModelConfig:
-    """Parse a Hugging Face config. Raises ValueError naming a key that is missing or not supported."""
-    if isinstance(config.get("text_config"), Mapping):  # the language model of a multimodal checkpoint
-        return replace(from_hf(config["text_config"]), prefix="language_model.")
+    """Parse a Hugging Face config.
+
+    Raises ValueError naming an entry that is missing, of a wrong type or size, or that asks for what is not supported.
+    """
+    if config.get("text_config") is None:
+        return _language_model(config)
+    # the language model of a multimodal checkpoint, and what the whole says about it
+    text = entries(config, "text_config")
+    check_quantisation(config)
+    if "tie_word_embeddings" in config and flag(config, "tie_word_embeddings") != flag(text, "tie_word_embeddings"):
+        raise ValueError("config.json: tie_word_embeddings must be the same in text_config, but is not")
+    return replace(_language_model(text), prefix="language_model.")
+
+
+def _language_model(config: Json) -> ModelConfig:
     family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(f"model_type must be one of {', '.join(sorted(FAMILIES))}, but is {family!r}")
-    _refuse_unsupported(config)
-    hidden, heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ValueError(f"model_type must be one of {', '.join(sorted(FAMILIES))}, but is {shown(family)}")
+    check_unread_fields(config, family)
+    check_attention(config, family)
+    check_quantisation(config)
+    config = {**DEFAULTS[family], **{key: value for key, value in config.items() if key in READ[family]}}
+    layers = integer(config, "num_hidden_layers", most=MOST_LAYERS)
     latent = _mla(config) if family in LATENT else None
-    kv_heads = _integer(config, "num_key_value_heads", default=heads) if latent is None else heads
+    heads, kv_heads = _heads(config, latent)
+    head_dim = _head_dim(config, family, heads) if latent is None else latent.qk_dim
+    rope_dim = head_dim if latent is None else latent.rope_dim
+    attention_bias = flag(config, "attention_bias")
+    return ModelConfig(
+        family=family,
+        vocab_size=integer(config, "vocab_size"),
+        hidden_size=integer(config, "hidden_size"),
+        intermediate_size=integer(config, "intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=number(config, "rms_norm_eps", 1e-6, zero=True),
+        rope=read_rope(config, rope_dim, latent=latent is not None),
+        max_position_embeddings=integer(config, "max_position_embeddings", most=MOST_POSITIONS),
+        tie_word_embeddings=flag(config, "tie_word_embeddings"),
+        # Qwen2 has these biases whatever its config says
+        qkv_bias=family == "qwen2" or attention_bias,
+        o_bias=attention_bias and family != "qwen2",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        dtype=_dtype(config),
+        mla=latent,
+        moe=None if family in DENSE else _moe(config, family, layers),
+    )
+
+
+def _heads(config: Json, latent: MLAConfig | None) -> tuple[int, int]:
+    """Query heads and KV heads."""
+    heads = integer(config, "num_attention_heads", most=MOST_HEADS)
+    if latent is not None:
+        return heads, heads
+    kv_heads = integer(config, "num_key_value_heads", heads, most=MOST_HEADS)
     if heads % kv_heads:
         raise ValueError(
             f"config.json: num_attention_heads must be a multiple of num_key_value_heads={kv_heads}, but is {heads}"
         )
-    default_dim = 128 if family.startswith("qwen3") else hidden // heads
-    head_dim = _integer(config, "head_dim", default=default_dim) if latent is None else latent.qk_dim
-    attention_bias = bool(config.get("attention_bias", False))
-    return ModelConfig(
-        family=family,
-        vocab_size=_integer(config, "vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=_integer(config, "intermediate_size"),
-        num_layers=_integer(config, "num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=_rope(config, head_dim if latent is None else latent.rope_dim),
-        max_position_embeddings=_integer(config, "max_position_embeddings", default=2048),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2" or attention_bias,
-        o_bias=attention_bias and family != "qwen2",
-        qk_norm=family in ("qwen3", "qwen3_moe"),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        mla=latent,
-        moe=_moe(config, family),
-    )
+    return heads, kv_heads
+
+
+def _head_dim(config: Json, family: str, heads: int) -> int:
+    return _even(config, "head_dim", DEFAULTS[family].get("head_dim", integer(config, "hidden_size") // heads))
+
+
+def _even(config: Json, key: str, default: int | None = None) -> int:
+    """A size with rotary position embedding, which turns pairs."""
+    size = integer(config, key, default)
+    if size % 2:
+        raise ValueError(f"config.json: {key} must be even, but is {size}")
+    return size
+
+
+def _dtype(config: Json) -> str:
+    key = "torch_dtype" if config.get("dtype") is None else "dtype"
+    return word(config, key, DTYPES, "float32")
 
 
 def _mla(config: Json) -> MLAConfig:
     return MLAConfig(
-        q_rank=None if config.get("q_lora_rank") is None else _integer(config, "q_lora_rank"),
-        latent_rank=_integer(config, "kv_lora_rank"),
-        nope_dim=_integer(config, "qk_nope_head_dim"),
-        rope_dim=_integer(config, "qk_rope_head_dim"),
-        value_dim=_integer(config, "v_head_dim"),
+        q_rank=None if config.get("q_lora_rank") is None else integer(config, "q_lora_rank"),
+        latent_rank=integer(config, "kv_lora_rank"),
+        nope_dim=integer(config, "qk_nope_head_dim"),
+        rope_dim=_even(config, "qk_rope_head_dim"),
+        value_dim=integer(config, "v_head_dim"),
     )
 
 
-def _moe(config: Json, family: str) -> MoEConfig | None:
-    if family in DENSE:
+def _moe(config: Json, family: str, layers: int) -> MoEConfig | None:
+    experts = _experts(config, layers)
+    if not experts:
         return None
-    experts = config.get("n_routed_experts") or config.get("num_local_experts") or config.get("num_experts")
-    if experts is None:
-        return None
-    width = _integer(config, "moe_intermediate_size")
     sigmoid = family in ("deepseek_v3", "kimi_k2")
-    grouped = sigmoid or config.get("topk_method") == "group_limited_greedy"
-    groups = _integer(config, "n_group", default=1) if grouped else 1
+    methods = {"deepseek_v2": ("greedy", "group_limited_greedy"), "qwen3_moe": ("greedy",)}.get(family, ("noaux_tc",))
+    method = word(config, "topk_method", methods, methods[0])
+    groups = integer(config, "n_group") if method != "greedy" else 1
+    width = integer(config, "moe_intermediate_size")
     moe = MoEConfig(
-        experts=_integer({"n_routed_experts": experts}, "n_routed_experts"),
-        experts_per_token=_integer(config, "num_experts_per_tok"),
+        experts=experts,
+        experts_per_token=integer(config, "num_experts_per_tok"),
         intermediate_size=width,
-        shared_size=width * int(config.get("n_shared_experts") or 0),
+        shared_size=width * integer(config, "n_shared_experts", 0, least=0, most=MOST_EXPERTS),
         scoring="sigmoid" if sigmoid else "softmax",
         correction_bias=sigmoid,
         groups=groups,
-        groups_per_token=_integer(config, "topk_group", default=1) if groups > 1 else 1,
-        normalise=bool(config.get("norm_topk_prob", False)),
-        scale=float(config.get("routed_scaling_factor", 1.0)),
-        dense_layers=_dense_layers(config),
+        groups_per_token=integer(config, "topk_group") if groups > 1 else 1,
+        normalise=flag(config, "norm_topk_prob"),
+        scale=number(config, "routed_scaling_factor", 1.0),
+        dense_layers=_dense_layers(config, layers),
     )
     _check_routing(moe)
     return moe
+
+
+def _experts(config: Json, layers: int) -> int:
+    """The number of routed experts, under one of its three names; 0 for none."""
+    names = [key for key in ("n_routed_experts", "num_local_experts", "num_experts") if config.get(key) is not None]
+    counts = [integer(config, key, least=0, most=MOST_EXPERTS) for key in names]
+    if any(count != counts[0] for count in counts):
+        raise ValueError(f"config.json: {' and '.join(names)} must be equal, but are {' and '.join(map(str, counts))}")
+    experts = counts[0] if counts else 0
+    if experts * layers > MOST_EXPERTS_OF_ALL_LAYERS:
+        raise ValueError(
+            f"config.json: num_hidden_layers must be at most {MOST_EXPERTS_OF_ALL_LAYERS // experts} "
+            f"with {experts} experts in each layer, but is {layers}"
+        )
+    return experts
 
 
 def _check_routing(moe: MoEConfig) -> None:
@@ -193,6 +252,8 @@ def _check_routing(moe: MoEConfig) -> None:
         raise ValueError(
             f"config.json: n_group must cut the {moe.experts} experts into groups of at least two, but is {moe.groups}"
         )
+    if moe.groups_per_token > moe.groups:
+        raise ValueError(f"config.json: topk_group must be at most n_group={moe.groups}, but is {moe.groups_per_token}")
     reachable = moe.experts // moe.groups * moe.groups_per_token
     if moe.experts_per_token > reachable:
         raise ValueError(
@@ -201,97 +262,12 @@ def _check_routing(moe: MoEConfig) -> None:
         )
 
 
-def _dense_layers(config: Json) -> frozenset[int]:
+def _dense_layers(config: Json, layers: int) -> frozenset[int]:
     """Layers without experts: the first few (DeepSeek), listed ones, or all but every n-th (Qwen3-MoE)."""
-    first, step = int(config.get("first_k_dense_replace") or 0), int(config.get("moe_layer_freq") or 1)
-    listed, sparse_step = config.get("mlp_only_layers") or (), int(config.get("decoder_sparse_step") or 1)
+    first, step = integer(config, "first_k_dense_replace", 0, least=0), integer(config, "moe_layer_freq", 1)
+    listed, sparse_step = frozenset(items(config, "mlp_only_layers", int)), integer(config, "decoder_sparse_step", 1)
     return frozenset(
         layer
-        for layer in range(_integer(config, "num_hidden_layers"))
+        for layer in range(layers)
         if layer < first or layer % step or layer in listed or (layer + 1) % sparse_step
     )
-
-
-def _integer(config: Json, key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"config.json: {key} must be a positive integer, but is {value!r}")
-    return value
-
-
-_REQUIRED = {
-    "hidden_act": ("silu",),
-    "mlp_bias": (False,),
-    "use_sliding_window": (False,),
-    "partial_rotary_factor": (1.0,),
-    "pretraining_tp": (1,),
-}
-
-
-def _refuse_unsupported(config: Json) -> None:
-    for key, allowed in _REQUIRED.items():
-        value = config.get(key)
-        if value is not None and value not in allowed:
-            raise ValueError(f"config.json: {key} must be {allowed[0]!r} here, but is {value!r}")
-    for key in ("quantization_config", "rope_parameters", "rope_scaling"):
-        if not isinstance(config.get(key), Mapping | None):
-            raise ValueError(f"config.json: {key} must be an object, but is {config[key]!r}")
-    quantised = config.get("quantization_config")
-    if quantised is not None and quantised.get("quant_method") != "fp8":
-        raise ValueError(
-            "config.json: quantization_config is not supported, except block-scaled fp8, but has quant_method "
-            f"{quantised.get('quant_method')!r}; use the unquantised checkpoint"
-        )
-    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
-    if kinds:
-        raise ValueError(f"config.json: layer_types must all be 'full_attention', but hold {sorted(kinds)}")
-
-
-def _rope(config: Json, head_dim: int) -> RopeConfig:
-    """Read the current keys (`rope_parameters`) or the older ones (`rope_theta`, `rope_scaling`)."""
-    scaling: Json = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta", config.get("rope_theta") or 10000.0))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "linear", "llama3", "yarn", "factors"):
-        raise ValueError(f"config.json: rope_type must be default, linear, llama3 or yarn, but is {kind!r}")
-    factors = tuple(float(factor) for factor in scaling.get("factors", ()))
-    if kind == "factors" and len(factors) != head_dim // 2:
-        raise ValueError(f"rope factors must be {head_dim // 2}, one per pair of dimensions, but are {len(factors)}")
-    original = scaling.get("original_max_position_embeddings", config.get("max_position_embeddings", 0))
-    factor = scaling.get("factor")
-    factor = float(config["max_position_embeddings"] / original if kind == "yarn" and factor is None else factor or 1.0)
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=factor,
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        original_max_position_embeddings=int(original),
-        factors=factors,
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        truncate=bool(scaling.get("truncate", True)),
-        **_yarn_scales(scaling, factor, config.get("model_type") in LATENT) if kind == "yarn" else {},
-    )
-
-
-def _yarn_scales(scaling: Json, factor: float, latent: bool) -> dict[str, float]:
-    """YaRN's two temperatures (Peng et al. 2023, section 3.4, with DeepSeek's mscale terms).
-
-    Only latent attention multiplies its softmax scale; other families have the whole factor in cosine and sine.
-    """
-    mscale, all_dim = float(scaling.get("mscale") or 0.0), float(scaling.get("mscale_all_dim") or 0.0)
-    angle_scale = scaling.get("attention_factor")
-    if angle_scale is None and mscale and all_dim:
-        angle_scale = _mscale(factor, mscale) / _mscale(factor, all_dim)
-    elif angle_scale is None:
-        angle_scale = _mscale(factor, 1.0)
-    return {
-        "angle_scale": float(angle_scale),
-        "softmax_mscale": _mscale(factor, all_dim) if latent and all_dim else 1.0,
-    }
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

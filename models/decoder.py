@@ -13,6 +13,7 @@ import jax
 
 from dcpjax.models import gqa, mla, mlp, moe
 from dcpjax.models.attention.work import Runtime, Work
+from dcpjax.models.checkpoint_names import embedding_name, head_name
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import Cache
 from dcpjax.models.layers import NormedInput, dot, lookup, rms_norm
@@ -76,10 +77,10 @@ def weight_names(config: ModelConfig) -> Weights:
         )
 
     return Weights(
-        embed=f"{config.prefix}model.embed_tokens.weight",
+        embed=embedding_name(config),
         layers=tuple(layer(number) for number in range(config.num_layers)),
         norm=f"{config.prefix}model.norm.weight",
-        head=None if config.tie_word_embeddings else f"{config.prefix}lm_head.weight",
+        head=None if config.tie_word_embeddings else head_name(config),
     )
 
 

@@ -17,7 +17,7 @@ from dcpjax.models.attention.dispatch import attend_on_device
 from dcpjax.models.attention.up_projected import UpProjection, prompt_partial, uses_up_projection
 from dcpjax.models.attention.work import Runtime, Work
 from dcpjax.models.checkpoint_names import HeadRows
-from dcpjax.models.config import MLAConfig, ModelConfig
+from dcpjax.models.config import LATENT_NORM_EPS, MLAConfig, ModelConfig
 from dcpjax.models.kv_cache import LatentCache
 from dcpjax.models.layers import NormedInput, rms_norm
 from dcpjax.models.rotary import Rotary, rotate, split_pairs
@@ -114,11 +114,11 @@ def run(
     with jax.named_scope("qkv"):
         q_input = x
         if weights.q_down is not None:
-            q_input = NormedInput(dot(x, weights.q_down), weights.q_norm, config.rms_norm_eps)
+            q_input = NormedInput(dot(x, weights.q_down), weights.q_norm, LATENT_NORM_EPS)
         q = place.constrain(dot(q_input, weights.q), None, "query")
         latent, rope_key = jnp.split(dot(x, weights.kv_down), [mla.latent_rank], axis=-1)
         rope_key = rotate(split_pairs(rope_key)[:, None, :], angles)[:, 0]
-        latent = jnp.concatenate([rms_norm(latent, weights.kv_norm, config.rms_norm_eps), rope_key], axis=-1)
+        latent = jnp.concatenate([rms_norm(latent, weights.kv_norm, LATENT_NORM_EPS), rope_key], axis=-1)
     replicated = place.spec()
     cache_spec = LatentCache(latents=place.spec(None, "kv_context", None, None))
     features, cache = jax.shard_map(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from dcpjax.models.config import RopeConfig
+from dcpjax.models.config_rope import RopeConfig
 from dcpjax.sharding import struct
 from dcpjax.sharding.platform import on_cpu
 
@@ -102,7 +102,8 @@ def _yarn_frequencies(frequencies: np.ndarray, dim: int, config: RopeConfig) -> 
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = (np.arange(dim // 2, dtype=np.float32) - low) / (max(high - low, 0.001))
+    # where the bounds have changed places, the ramp is turned as well, as in transformers
+    ramp = (np.arange(dim // 2, dtype=np.float32) - low) / (high - low or 0.001)
     keep = 1 - np.clip(ramp, 0, 1).astype(np.float32)
     scaled = (frequencies / np.float32(config.factor)).astype(np.float32)
     return (scaled * (1 - keep) + frequencies * keep).astype(np.float32)

@@ -1,11 +1,12 @@
-"""How much a long prompt slows requests that are decoding: gaps between their tokens without and beside it.
+"""A long prompt beside requests that are decoding: how much it slows them, and how much they slow it.
 
-    python scripts/bench_fairness.py --prompt 32768 --decodes 8 --layers 2
+    python scripts/bench_fairness.py --prompts 8192 32768 --decodes 8 --layers 2
 
 Some requests decode; then a long prompt arrives and is computed in chunks beside them. Prints the usual gap between
-tokens, the 50th and 99th percentile of the gaps while the prompt runs, and 99th percentile / usual gap: once with the
-engine's own limit on prefill tokens beside decodes, once without a limit. The usual gap is the mean of two medians,
-before and after the prompt, because the contexts grow by thousands of tokens meanwhile.
+tokens, the 50th and 99th percentile of the gaps while the prompt runs, and 99th percentile / usual gap; then how long
+the prompt takes alone and beside the decodes, and beside / alone. Once with the engine's own limit on prefill tokens
+beside decodes, for which both ratios should be at most 3, and once without a limit. The usual gap is the mean of two
+medians, before and after the prompt, because the contexts grow by thousands of tokens meanwhile.
 
 A dense model with dummy weights and SmolLM2's width runs. Fewer layers make all gaps shorter by the same factor.
 """
@@ -38,25 +39,33 @@ USUAL_GAPS = 64  # gaps of which the usual gap is the median
 def main() -> None:
     options = _options()
     print(f"{machine()}; jax {jax.__version__}")
-    print("limit    | usual gap ms, before, after | beside the prompt p50   p99   worst | p99 / usual | prompt took")
+    print(
+        "limit    | prompt | usual gap ms, before, after | beside the prompt p50   p99   worst | p99 / usual | "
+        "prompt alone, beside s | beside / alone"
+    )
     for name, tokens in (("engine's", None), ("none", options.max_num_batched_tokens)):
-        llm = _llm(options, tokens)
-        run(llm, options, min(options.prompt, 4096))  # compiles most shapes
-        usual, beside, seconds = run(llm, options, options.prompt)
-        before, after = (float(np.median(gaps)) * 1e3 for gaps in usual)
-        p50, p99 = (float(np.percentile(beside, percent)) * 1e3 for percent in (50, 99))
-        print(
-            f"{name:8} | {before:19.1f} {after:7.1f} | {p50:21.1f} {p99:7.1f} {max(beside) * 1e3:7.1f} | "
-            f"{2 * p99 / (before + after):11.2f} | "
-            f"{seconds:.1f} s",
-            flush=True,
-        )
+        for prompt in options.prompts:
+            llm = _llm(options, prompt, tokens)
+            run(llm, options, min(prompt, 4096))  # compiles most shapes
+            _print_row(name, prompt, run_alone(llm, prompt), run(llm, options, prompt))
+
+
+def _print_row(name: str, prompt: int, alone: float, measured: "Measured") -> None:
+    usual, beside, seconds = measured
+    before, after = (float(np.median(gaps)) * 1e3 for gaps in usual)
+    p50, p99 = (float(np.percentile(beside, percent)) * 1e3 for percent in (50, 99))
+    print(
+        f"{name:8} | {prompt:6} | {before:19.1f} {after:7.1f} | {p50:21.1f} {p99:7.1f} {max(beside) * 1e3:7.1f} | "
+        f"{2 * p99 / (before + after):11.2f} | {alone:13.1f} {seconds:8.1f} | {seconds / alone:14.2f}",
+        flush=True,
+    )
 
 
 Gaps = list[float]
+Measured = tuple[tuple[Gaps, Gaps], Gaps, float]
 
 
-def run(llm: LLM, options: argparse.Namespace, prompt: int) -> tuple[tuple[Gaps, Gaps], Gaps, float]:
+def run(llm: LLM, options: argparse.Namespace, prompt: int) -> Measured:
     """Seconds between tokens before and after the long prompt, while it runs, and how long it takes."""
     llm.reset_prefix_cache()
     prompts = [[3 + number, *range(100, 131)] for number in range(options.decodes)]
@@ -65,9 +74,7 @@ def run(llm: LLM, options: argparse.Namespace, prompt: int) -> tuple[tuple[Gaps,
     for _ in range(8):
         next(moments)
     before = _differences([next(moments) for _ in range(USUAL_GAPS + 1)])
-    (submission,) = llm.intake.submissions(
-        [[7 + place % 40_000 for place in range(prompt)]], SamplingParams(max_tokens=1)
-    )
+    (submission,) = llm.intake.submissions([_long_prompt(prompt)], SamplingParams(max_tokens=1))
     long = RunningPrompt(submission, deque())
     llm.start(long)
     beside, done = list(_until_done(moments, long)), time.perf_counter()
@@ -75,6 +82,18 @@ def run(llm: LLM, options: argparse.Namespace, prompt: int) -> tuple[tuple[Gaps,
     answers.close()
     assert not llm.engine.has_work
     return (before, after), _differences(beside), done - beside[0]
+
+
+def run_alone(llm: LLM, prompt: int) -> float:
+    """Seconds that the long prompt takes while nothing else runs."""
+    llm.reset_prefix_cache()
+    started = time.perf_counter()
+    llm.generate([_long_prompt(prompt)], SamplingParams(max_tokens=1))
+    return time.perf_counter() - started
+
+
+def _long_prompt(tokens: int) -> list[int]:
+    return [7 + place % 40_000 for place in range(tokens)]
 
 
 def _until_done(moments: Iterator[float], prompt: RunningPrompt) -> Iterator[float]:
@@ -86,8 +105,8 @@ def _differences(moments: list[float]) -> list[float]:
     return np.diff(moments).tolist()
 
 
-def _llm(options: argparse.Namespace, mixed: int | None) -> LLM:
-    length = options.prompt + 16
+def _llm(options: argparse.Namespace, prompt: int, mixed: int | None) -> LLM:
+    length = prompt + 16
     return LLM(
         "llama-3.1-8b",
         load_format="dummy",
@@ -104,7 +123,7 @@ def _llm(options: argparse.Namespace, mixed: int | None) -> LLM:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt", type=int, default=32768, help="tokens of the long prompt")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[8192, 32768], help="tokens of the long prompts")
     parser.add_argument("--decodes", type=int, default=8, help="requests that decode")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)

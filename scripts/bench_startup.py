@@ -241,7 +241,8 @@ def _load(folder: Path, dtype: str) -> None:
     files, layout = open_model(folder), Layout(tensor_parallel_size=1, decode_context_parallel_size=1)
     config = from_hf(files.config)
     specs = decoder.weight_specs(config, layout, dtype)
-    weights = load_weights(specs, decoder.weight_names(config), files.tensors(), Placement(make_mesh(layout)))
+    names, place = decoder.weight_names(config), Placement(make_mesh(layout))
+    weights = load_weights(config, specs, names, files.tensors(), place)
     jax.block_until_ready(weights)
 
 

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from typing import Any
 
 from dcpjax.api.outputs import CompletionOutput, RequestOutput
@@ -35,10 +36,13 @@ class MockEngine:
         self.submitted.append(request)
         self.most = max(self.most, len(self.running))
 
-    def advance(self) -> list[tuple[int, RequestOutput]]:
+    def advance(self) -> list[tuple[int, list[RequestOutput]]]:
         self.steps += 1
         keys = self.random.sample(sorted(self.running), min(len(self.running), self.random.randint(0, 3)))
-        return [(key, answer(self.running.pop(key).body)) for key in keys]
+        return [(key, answers(self.running.pop(key).body)) for key in keys]
+
+    def drop_waiting(self) -> list[int]:
+        return []
 
     def abort(self) -> None:
         self.aborted += 1
@@ -55,11 +59,21 @@ class MockEngine:
 def text_of(request: RequestBody) -> str:
     if request.messages is not None:
         return str(request.messages[-1].get("content") if isinstance(request.messages[-1], dict) else None)
-    return request.prompt if isinstance(request.prompt, str) else "".join(map(chr, request.prompt or []))
+    return " ".join(map(prompt_text, request.prompts))
 
 
-def answer(request: RequestBody) -> RequestOutput:
-    text = text_of(request)
+def prompt_text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else "".join(map(chr, prompt or []))
+
+
+def answers(request: RequestBody) -> list[RequestOutput]:
+    """A result for each of the prompts."""
+    if request.messages is not None:
+        return [answer(request, text_of(request))]
+    return [answer(request, prompt_text(prompt)) for prompt in request.prompts]
+
+
+def answer(request: RequestBody, text: str) -> RequestOutput:
     error = "the logits of a step must be finite, but were not" if text == "fail" else None
     made = [
         CompletionOutput(index, text.upper(), list(range(len(text))), "error" if error else "stop", error=error)
@@ -76,9 +90,11 @@ class Planned(MockEngine):
         self.plan = plan
         self.diary = os.open(plan["diary"], os.O_WRONLY | os.O_APPEND | os.O_CREAT) if "diary" in plan else None
 
-    def advance(self) -> list[tuple[int, RequestOutput]]:
+    def advance(self) -> list[tuple[int, list[RequestOutput]]]:
         if self.steps == self.plan.get("signal_at_step"):
             os.kill(os.getpid(), self.plan["signal"])
+            if self.plan.get("compiles"):
+                threading.Event().wait()  # as in a compilation: only the end of the process ends this
         if self.steps == self.plan.get("again_at_step"):
             os.kill(os.getpid(), self.plan["signal"])
             signal.pause()  # only the end of the process ends this
@@ -89,7 +105,7 @@ class Planned(MockEngine):
             os.kill(os.getpid(), signal.SIGKILL)
         return finished
 
-    def _finished(self) -> list[tuple[int, RequestOutput]]:
+    def _finished(self) -> list[tuple[int, list[RequestOutput]]]:
         if self.steps >= self.plan.get("stuck_at_step", 1 << 40):
             self.steps += 1
             return []

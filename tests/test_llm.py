@@ -71,8 +71,10 @@ def test_one_string_or_one_list_of_ids_is_one_prompt(llm: LLM) -> None:
     [
         ("", "a prompt must hold at least one token, but is empty"),
         ([], "a prompt must hold at least one token, but is empty"),
-        ([101], "token ids must be in [0, 100], but one is 101"),
-        ([-1], "token ids must be in [0, 100], but one is -1"),
+        ([101], "token ids must be in [0, 98], but one is 101"),
+        ([5, 99, 100], "token ids must be in [0, 98], but one is 99"),
+        ([-1], "token ids must be in [0, 98], but one is -1"),
+        ([10**30], f"token ids must be in [0, 98], but one is {10**30}"),
         ([1.5], "token ids must be integers, but one is 1.5"),
         (7, "a prompt must be a string or a list of token ids, but is int"),
         (None, "a prompt must be a string or a list of token ids, but is NoneType"),
@@ -299,6 +301,68 @@ def test_options_of_one_request_do_not_fail_its_neighbours(llm: LLM) -> None:
     bad, good = llm.generate(["abc", "xyz"], [wrong, GREEDY])
     assert bad.error == "stop_token_ids must be in [0, 100], but one is 101"
     assert tokens([good]) == tokens(llm.generate("xyz", GREEDY))
+
+
+def test_ids_that_no_token_has_are_never_sampled_on_any_mesh(llm: LLM, folder: Path) -> None:
+    """The logits are 101 wide, the tokenizer has 99 tokens: of 1,600 even draws about 30 would be of the other two."""
+    params = SamplingParams(temperature=100, n=8, seed=1, max_tokens=200, ignore_eos=True)
+    found = tokens(llm.generate("abc", params))
+    assert set().union(*found) == set(range(99))
+    other = make(folder, tensor_parallel_size=3, decode_context_parallel_size=1)
+    assert tokens(other.generate("abc", params)) == found
+
+
+def test_free_and_guided_requests_choose_from_the_same_ids(llm: LLM) -> None:
+    pytest.importorskip("llguidance")
+    free = SamplingParams(temperature=1e38, n=3, seed=2, max_tokens=100, ignore_eos=True)
+    guided = replace(free, structured_outputs=StructuredOutputsParams(regex="(?s:.)*"))
+    assert set().union(*tokens(llm.generate(["abc", "abc"], [free, guided]))) <= set(range(99))
+
+
+def test_log_probabilities_list_every_token_and_no_other_id(folder: Path) -> None:
+    own = make(folder, max_logprobs=-1)
+    (result,) = own.generate("ab", SamplingParams(temperature=0, max_tokens=1, logprobs=-1, prompt_logprobs=-1))
+    listed = [*(result.outputs[0].logprobs or []), *(result.prompt_logprobs or [])[1:]]
+    assert len(listed) == 2
+    for entries in listed:
+        assert set(entries or ()) == set(range(99))
+        assert sorted(entry.rank or 0 for entry in (entries or {}).values()) == list(range(1, 100))
+
+
+def test_a_list_of_allowed_ids_that_no_token_has_is_that_prompts_error(llm: LLM) -> None:
+    bad, good = llm.generate(["abc", "xyz"], [replace(GREEDY, allowed_token_ids=[5, 100]), GREEDY])
+    assert bad.error == "allowed_token_ids must be in [0, 98], but one is 100"
+    assert good.error is None
+
+
+NOTHING_LEFT = [
+    ({"allowed_token_ids": [21], "bad_words": ["1"]}, "allowed_token_ids, bad_words"),
+    ({"allowed_token_ids": [0], "min_tokens": 3}, "allowed_token_ids, min_tokens"),
+]
+
+
+@pytest.mark.parametrize(("options", "names"), NOTHING_LEFT, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1e38])
+def test_a_request_whose_options_leave_no_token_is_an_error_and_its_neighbours_are_the_same(
+    llm: LLM, options: dict[str, Any], names: str, temperature: float
+) -> None:
+    banned = SamplingParams(temperature=temperature, **options)
+    free = tokens(llm.generate(["abc", "xyz"], GREEDY))
+    before, bad, after = llm.generate(["abc", "q", "xyz"], [GREEDY, banned, GREEDY])
+    assert bad.error == (
+        f"the options {names} must leave a token to choose, but ban every one for token number 1; loosen one of them"
+    )
+    assert bad.outputs[0].token_ids == []
+    assert tokens([before, after]) == free
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("options", [{"temperature": 1e38}, {"repetition_penalty": 1.2e-38}, {"temperature": 3.4e38}])
+def test_extreme_numbers_warn_nobody_and_choose_only_what_is_allowed(llm: LLM, options: dict[str, Any]) -> None:
+    params = SamplingParams(**options, allowed_token_ids=[20, 21], max_tokens=6, min_tokens=6)
+    (found,) = tokens(llm.generate([[20, 21, 0]], params))
+    assert len(found) == 6
+    assert set(found) <= {20, 21}
 
 
 @pytest.mark.parametrize("messages", ["What is it?", {"role": "user", "content": "x"}, None, 5])

@@ -41,10 +41,13 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         {"block_size": 24, "cp_kv_cache_interleave_size": 16},
         "= 1 * 16 = 16, but is 24; use 32",
     ),
-    ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16, but is 'float16'"),
+    ({"dtype": "int8"}, "dtype must be one of auto, float32, bfloat16, but is 'int8'"),
     ({"dcp_comm_backend": "nccl"}, "dcp_comm_backend must be one of ag_rs, a2a, psum, auto, but is 'nccl'"),
     ({"tensor_paralel_size": 8}, "unknown option 'tensor_paralel_size'; did you mean tensor_parallel_size?"),
-    ({"trust_remote_code": True}, "unknown option 'trust_remote_code'"),
+    (
+        {"trust_remote_code": True},
+        "trust_remote_code must be None or False, but is True; no code from a checkpoint is run",
+    ),
     ({"max_model_len": 513}, "max_model_len must be at most the model's 512 positions, but is 513; use 512"),
     (
         {"kv_cache_memory_bytes": 1000, "dtype": "float32"},
@@ -57,7 +60,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         "kv_cache_memory_bytes), but is 512; use 256",
     ),
     ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be in (0, 1], but is 1.5; use 0.9"),
-    ({"seed": None}, "seed must be an integer, but is None"),
+    ({"seed": 1.5}, "seed must be an integer, but is 1.5"),
+    ({"temprature": None}, "unknown option 'temprature'"),
     ({"load_format": "pt"}, "load_format must be one of auto, dummy, but is 'pt'"),
 ]
 
@@ -76,7 +80,7 @@ def test_an_illegal_layout_is_refused_before_any_weight_is_read(tmp_path: Path) 
 
 SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens must be at least 1, but is 0; use 1"),
-    ({"temperature": -0.1}, "temperature must be in [0, inf), but is -0.1; use 0"),
+    ({"temperature": -0.1}, "temperature must be in [0, 3.4e+38], but is -0.1; use 0"),
     ({"top_p": 0.0}, "top_p must be in (0, 1], but is 0.0"),
     ({"top_p": 1.5}, "top_p must be in (0, 1], but is 1.5; use 1"),
     ({"min_p": 2}, "min_p must be in [0, 1], but is 2; use 1"),

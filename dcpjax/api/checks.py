@@ -5,12 +5,16 @@
 
 import difflib
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from itertools import islice
 from numbers import Integral
 from typing import Any, TypeGuard, TypeVar
 
 MAX_TOKEN_ID = 2**31 - 1
+# of float32, in which the device computes: normal numbers, rounded to two digits inside their range
+LEAST_FLOAT32, LARGEST_FLOAT32 = 1.2e-38, 3.4e38
 
 Options = TypeVar("Options")
 
@@ -20,13 +24,13 @@ def option_names(options: Any) -> list[str]:
     return [field.name for field in fields(options)]
 
 
-def check_option_names(names: Iterable[str], valid: Sequence[str]) -> None:
+def check_option_names(names: Iterable[str], valid: Sequence[str], what: str = "option") -> None:
     """Raise ValueError for the first name that is not valid: "unknown option 'x'; did you mean y?"."""
     for name in names:
         if name not in valid:
             near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"valid options: {', '.join(valid)}"
-            raise ValueError(f"unknown option {name!r}; {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"valid {what}s: {', '.join(valid)}"
+            raise ValueError(f"unknown {what} {name!r}; {hint}")
 
 
 def from_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
@@ -43,6 +47,11 @@ def is_integer(value: Any) -> TypeGuard[int]:
 def is_number(value: Any) -> TypeGuard[int | float]:
     """An int or a float; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_nan(value: Any) -> bool:
+    """Whether a number of any kind is NaN; `math.isnan` does not take integers beyond the largest float."""
+    return not -math.inf <= value <= math.inf
 
 
 def check_integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> None:
@@ -69,12 +78,12 @@ def check_number(name: str, value: Any, low: float, high: float, *, open_low: bo
 
     "x must be a number, but is 'a'", "x must be in [0, 1], but is 2; use 1".
     """
-    if not is_number(value) or math.isnan(value):
+    if not is_number(value) or is_nan(value):
         raise ValueError(f"{name} must be a number, but is {value!r}")
-    too_low = value <= low if open_low else value < low
-    if too_low or value > high or math.isinf(value):
+    too_low, infinite = value <= low if open_low else value < low, abs(value) == math.inf
+    if too_low or value > high or infinite:
         interval = f"{'(' if open_low else '['}{low:g}, {'inf)' if math.isinf(high) else f'{high:g}]'}"
-        nearest = 1.0 if math.isinf(value) else (high if value > high else (0.01 if open_low else low))
+        nearest = 1.0 if infinite else (high if value > high else (0.01 if open_low else low))
         raise ValueError(f"{name} must be in {interval}, but is {value!r}; use {nearest:g}")
 
 
@@ -102,16 +111,28 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, but is {value!r}")
 
 
-def check_strings(name: str, texts: Any) -> None:
-    """Accept a sequence of non-empty strings.
+def check_count(name: str, count: int, most: int, what: str) -> None:
+    """Accept at most so many: "x must hold at most 2 strings, but holds 3; use 2 or fewer"."""
+    if count > most:
+        raise ValueError(f"{name} must hold at most {most} {what}, but holds {count}; use {most} or fewer")
 
-    "x must be a list of strings, but is 'a'; use ['a']", "x must hold non-empty strings, but holds ''".
+
+def check_strings(name: str, texts: Any, most: int = sys.maxsize, most_characters: int = sys.maxsize) -> None:
+    """Accept a sequence of at most `most` non-empty strings of at most `most_characters` characters each.
+
+    "x must be a list of strings, but is 'a'; use ['a']", "x must hold non-empty strings, but holds ''", "x must hold
+    strings of at most 4 characters, but one has 5; shorten it".
     """
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise ValueError(f"{name} must be a list of strings, but is {texts!r}; use [{str(texts)!r}]")
+    check_count(name, len(texts), most, "strings")
     for text in texts:
         if not isinstance(text, str) or not text:
             raise ValueError(f"{name} must hold non-empty strings, but holds {text!r}")
+        if len(text) > most_characters:
+            raise ValueError(
+                f"{name} must hold strings of at most {most_characters} characters, but one has {len(text)}; shorten it"
+            )
 
 
 def checked_token_id(name: str, token: Any) -> int:
@@ -121,8 +142,11 @@ def checked_token_id(name: str, token: Any) -> int:
     return plain
 
 
-def checked_token_ids(name: str, ids: Any) -> tuple[int, ...]:
-    """A tuple of token ids from any iterable of them: "x must be a list of token ids, but is 3"."""
+def checked_token_ids(name: str, ids: Any, most: int) -> tuple[int, ...]:
+    """A tuple of token ids from any iterable of at most `most`: "x must be a list of token ids, but is 3"."""
     if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
         raise ValueError(f"{name} must be a list of token ids, but is {ids!r}")
-    return tuple(checked_token_id(name, token) for token in ids)
+    listed = tuple(islice(ids, most + 1))
+    if len(listed) > most:
+        raise ValueError(f"{name} must hold at most {most} token ids, but holds more; use {most} or fewer")
+    return tuple(checked_token_id(name, token) for token in listed)

@@ -5,7 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from dcpjax.api.checks import check_bool, check_choice, check_integer, check_share, check_size, from_options
+from dcpjax.api.checks import (
+    check_bool,
+    check_choice,
+    check_integer,
+    check_option_names,
+    check_share,
+    check_size,
+    option_names,
+)
+from dcpjax.api.vllm_options import ENGINE, without_neutral
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 CommBackend = Literal["ag_rs", "a2a", "psum"]
@@ -13,6 +22,14 @@ CommChoice = Literal[CommBackend, "auto"]
 LoadFormat = Literal["auto", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Warmup = Literal["none", "decode", "all"]
+
+# vLLM's names for values that are called otherwise here.
+_DTYPES = {"half": "bfloat16", "float16": "bfloat16", "float": "float32"}
+_OTHER_NAMES = {
+    "dtype": _DTYPES,
+    "kv_cache_dtype": _DTYPES,
+    "load_format": {"safetensors": "auto", "hf": "auto"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +40,15 @@ class EngineConfig:
         tensor_parallel_size: number of devices.
         decode_context_parallel_size: ranks that split the KV cache by token position; divides
             `tensor_parallel_size`.
-        dtype: of the weights; "auto" takes the checkpoint's, float16 becoming bfloat16.
+        tokenizer: where the tokenizer comes from, as `model`; None: from the model.
+        dtype: of the weights; "auto" takes the checkpoint's. float16, also called half, becomes bfloat16.
         max_model_len: most tokens of prompt and completion together. None: what the model and the cache allow.
         max_num_seqs: most requests that run at once.
         max_num_batched_tokens: most tokens in one step; longer prompts run in several. None: 1024 on CPU, else 2048.
         max_mixed_prefill_tokens: most prompt tokens in a step that also decodes, so that running requests need not
-            wait long for their next token. Tokens far into a prompt attend to more, cost more and count for more.
-            None: 64 on CPU, else 512 while a streamed request decodes; no limit while none does.
+            wait long for their next token. Tokens far into a prompt attend to more, cost more and count for more,
+            but one prompt always advances by 8, or by this if it is fewer. None: while a streamed request decodes,
+            what steps of 32 or 64 tokens leave on CPU, else 512; no limit while none does.
         block_size: tokens per cache block, counted over all ranks.
         enable_prefix_caching: reuse the cache of prompts that begin with the same tokens.
         scheduling_policy: "fcfs" runs requests in order of arrival; "priority" those with the lowest `priority` first.
@@ -48,7 +67,7 @@ class EngineConfig:
         cp_kv_cache_interleave_size: consecutive positions that one rank stores.
         seed: of the engine; the seeds of requests without one are derived from it.
         load_format: "dummy" fills the weights with random numbers and reads no weight file.
-        hf_overrides: entries of config.json to replace, such as {"num_hidden_layers": 2}; nested ones are merged.
+        hf_overrides: entries of config.json to replace, such as {"max_position_embeddings": 8192}; nested ones merge.
         compilation_cache: keep compiled programs between runs; True for the user's cache folder, or a folder. The
             first `LLM` of a process decides.
         warmup: which programs are compiled before the first request: "none", each at its first use; "decode", those
@@ -57,6 +76,7 @@ class EngineConfig:
 
     tensor_parallel_size: int = 1
     decode_context_parallel_size: int = 1
+    tokenizer: str | os.PathLike[str] | None = None
     dtype: Dtype = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -103,6 +123,8 @@ class EngineConfig:
         check_share("gpu_memory_utilization", self.gpu_memory_utilization)
         for name in ("dcp_overlap", "dcp_replicate_q", "enable_prefix_caching", "async_scheduling"):
             check_bool(name, getattr(self, name))
+        if not isinstance(self.tokenizer, str | os.PathLike | None):
+            raise ValueError(f"tokenizer must be a folder, a .gguf file or a hub id, but is {self.tokenizer!r}")
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
             raise ValueError(f"hf_overrides must be a dict of config.json's entries, but is {self.hf_overrides!r}")
         if not isinstance(self.compilation_cache, bool | str | os.PathLike):
@@ -111,8 +133,14 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> "EngineConfig":
-        """Build from keyword options, refusing an unknown one by name with the nearest valid one."""
-        return from_options(cls, options)
+        """Build from keyword options; None is the same as leaving one out.
+
+        vLLM's other options are accepted where they change nothing. An unknown one is refused by name with the nearest
+        valid one.
+        """
+        given = without_neutral(options, ENGINE)
+        check_option_names(given, option_names(cls))
+        return cls(**{name: _in_our_words(name, value) for name, value in given.items() if value is not None})
 
     def _check_division(self) -> None:
         devices, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
@@ -129,3 +157,9 @@ class EngineConfig:
                 f"= {dcp} * {self.cp_kv_cache_interleave_size} = {unit}, but is {self.block_size}; "
                 f"use {max(1, round(self.block_size / unit)) * unit}"
             )
+
+
+def _in_our_words(name: str, value: Any) -> Any:
+    """vLLM's other names of a value, and the dtypes of torch, become ours."""
+    plain = str(value).removeprefix("torch.") if str(value).startswith("torch.") else value
+    return _OTHER_NAMES.get(name, {}).get(plain, plain) if isinstance(plain, str) else plain

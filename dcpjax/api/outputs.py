@@ -17,6 +17,10 @@ REPR_CHARACTERS = 40
 CELL_CHARACTERS = 2000
 
 
+class PromptWarning(UserWarning):
+    """The only prompt of a call could not be run; its result has the error."""
+
+
 @dataclass
 class CompletionOutput:
     """One completion of a prompt.
@@ -33,6 +37,10 @@ class CompletionOutput:
     error: str | None = None
     logprobs: "list[dict[int, Logprob]] | None" = None
     cumulative_logprob: float | None = None
+
+    def finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
+        return self.finish_reason is not None
 
     def __repr__(self) -> str:
         parts = [f"index={self.index}", _beginning(self.text), counted(len(self.token_ids), "token")]

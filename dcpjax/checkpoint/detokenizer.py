@@ -1,34 +1,81 @@
 """Token ids to text, one token at a time, exactly as if all were decoded at once.
 
-Each token becomes bytes by itself and one incremental UTF-8 decoder joins them, so that nothing is decoded twice and
-no character is cut.
+Each token becomes bytes by itself and UTF-8 is read as they come, so that nothing is decoded twice and no character is
+cut.
 """
 
 import codecs
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
+LONGEST_PART = 3  # bytes of a UTF-8 character that is not complete
 
 
 class Detokenizer:
     """Text of a growing list of tokens. The parts that `append` and `finish` return add up to `decode` of all ids."""
 
-    def __init__(self, piece: Callable[[int], bytes], leading: "Leading") -> None:
-        self._piece = piece
-        self._leading = leading
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    def __init__(self, piece: Callable[[int], bytes], leading: "Leading", hidden: Set[int] = frozenset()) -> None:
+        """`piece` gives the bytes of a token; those of `hidden` tokens stay out of the text."""
+        self._piece, self._leading, self._hidden = piece, leading, hidden
+        self._part = b""  # the first bytes of a character whose others are still to come
+
+    @property
+    def leading(self) -> str:
+        """The characters that would be stripped if the text went on with them."""
+        return self._leading.character * self._leading.count
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Begin behind these tokens: what is appended continues their text, of which only the two ends are read."""
+        for token_id in token_ids:
+            if not self._leading.count:
+                break
+            self.append(token_id)
+        self._part = self._unfinished(token_ids)
 
     def append(self, token_id: int) -> str:
         """The new text. A character whose last bytes are still to come is held back."""
-        return self._leading.strip(self._utf8.decode(self._piece(token_id)))
+        text, self._part = _decoded(self._part + self._added(token_id))
+        return self._leading.strip(text)
 
     def finish(self) -> str:
         """The end of the text: U+FFFD if a character was never completed."""
-        return self._leading.strip(self._utf8.decode(b"", final=True))
+        text, self._part = self._part.decode("utf-8", "replace"), b""
+        return self._leading.strip(text)
+
+    def spell(self, token_id: int) -> tuple[str, bytes]:
+        """What a token would add here, as text and as bytes, without appending it. A hidden token has its name as text
+        and adds no bytes."""
+        piece = self._piece(token_id)
+        if token_id in self._hidden:
+            return piece.decode("utf-8", "replace"), b""
+        text, _ = _decoded(self._part + piece)
+        if not self._leading.count:
+            return text, piece
+        shown = replace(self._leading).strip(text)
+        stripped = text[: len(text) - len(shown)]
+        return shown, piece.removeprefix(stripped.encode("utf-8"))
+
+    def _added(self, token_id: int) -> bytes:
+        return b"" if token_id in self._hidden else self._piece(token_id)
+
+    def _unfinished(self, token_ids: Sequence[int]) -> bytes:
+        """The first bytes of a character that the tokens end within."""
+        end = b""
+        for token_id in reversed(token_ids):
+            if len(end) >= LONGEST_PART:
+                break
+            end = self._added(token_id) + end
+        return _decoded(end)[1]
+
+
+def _decoded(data: bytes) -> tuple[str, bytes]:
+    """The complete characters, and the bytes that begin one more."""
+    text, size = codecs.utf_8_decode(data, "replace", False)
+    return text, data[size:]
 
 
 @dataclass(kw_only=True)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from dcpjax.checkpoint.plain_file import MOST_BYTES, check_plain_file
+
 CHUNK_BYTES = 1 << 20
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -75,6 +77,7 @@ def cache_folder() -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file, as plain data. Raises ValueError if it is anything else."""
+    check_plain_file(path, MOST_BYTES)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -92,6 +95,8 @@ def _checked_path(path: Path) -> Path:
         )
     if path.is_dir():
         _refuse_pickled_weights(path)
+    else:
+        check_plain_file(path)
     return path
 
 

@@ -1,6 +1,7 @@
-"""Checks of chat messages and tools before they reach a chat template."""
+"""Checks of chat messages and tools before they reach a chat template, and the two forms of a tool call's arguments."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -24,6 +25,8 @@ def _checked_message(index: int, message: Any) -> dict[str, Any]:
     content = message.get("content")
     if content is None and (message.get("tool_calls") or message.get("function_call")):
         return dict(message)
+    if content is None and message["role"] == "assistant":
+        return {**message, "content": ""}
     return {**message, "content": _checked_content(index, content)}
 
 
@@ -40,6 +43,48 @@ def _checked_content(index: int, content: Any) -> str:
         if not isinstance(text, str):
             raise ValueError(f"messages[{index}]['content'] must hold only text parts, but holds {_short_repr(part)}")
     return "\n".join(map(str, texts))
+
+
+def with_arguments(messages: Sequence[Mapping[str, Any]], change: Callable[[str, str], Any]) -> list[dict[str, Any]]:
+    """Copies of the messages in which `change(place, text)` replaces every tool call's arguments that are a text."""
+    return [_with_arguments(f"messages[{index}]", message, change) for index, message in enumerate(messages)]
+
+
+def _with_arguments(place: str, message: Mapping[str, Any], change: Callable[[str, str], Any]) -> dict[str, Any]:
+    made, calls = dict(message), message.get("tool_calls")
+    if isinstance(calls, list | tuple):
+        made["tool_calls"] = [
+            _changed(f"{place}['tool_calls'][{number}]", call, change) for number, call in enumerate(calls)
+        ]
+    if "function_call" in message:  # OpenAI's older form
+        made["function_call"] = _changed(f"{place}['function_call']", message["function_call"], change)
+    return made
+
+
+def _changed(place: str, call: Any, change: Callable[[str, str], Any]) -> Any:
+    """The arguments stand in the call itself or in its function."""
+    if not isinstance(call, Mapping):
+        return call
+    made = dict(call)
+    if isinstance(call.get("arguments"), str):
+        made["arguments"] = change(f"{place}['arguments']", call["arguments"])
+    if "function" in call:
+        made["function"] = _changed(f"{place}['function']", call["function"], change)
+    return made
+
+
+def decoded_arguments(place: str, text: str) -> dict[str, Any]:
+    """The JSON object that a text spells; an empty text stands for no arguments."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{place} must be a JSON object, whose entries this model's chat template reads, but is "
+            f"{_short_repr(text)}; correct it"
+        )
+    return value
 
 
 def check_tools(tools: Any) -> None:

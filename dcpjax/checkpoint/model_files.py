@@ -4,12 +4,13 @@ No code from a checkpoint is run: `auto_map` and other unknown keys of a config 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dcpjax.api.checks import MAX_TOKEN_ID, is_integer
 from dcpjax.checkpoint.fp8_source import Block, Fp8Source, fp8_block
 from dcpjax.checkpoint.gguf_config import gguf_config
 from dcpjax.checkpoint.gguf_source import GGUFSource
@@ -18,6 +19,7 @@ from dcpjax.checkpoint.hub import read_json, resolve_model
 from dcpjax.checkpoint.presets import PRESETS
 from dcpjax.checkpoint.tokenizer import Tokenizer
 from dcpjax.checkpoint.weight_files import SafetensorsSource, TensorSource
+from dcpjax.models.config_values import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,15 @@ class ModelFiles:
     # None where the model comes without a tokenizer.
     tokenizer: Callable[[], Tokenizer | None]
 
+    def end_token_ids(self, tokenizer_eos: int | None) -> list[int]:
+        """The tokens that end a text: all that generation_config.json, config.json or the tokenizer name.
+
+        A chat model often keeps the generation_config.json of its base model, which lacks the token that ends a turn.
+        """
+        sources = [self.generation_config, self.config, _text_config(self.config)]
+        named = [token for source in sources for token in _listed(source.get("eos_token_id"))]
+        return list(dict.fromkeys(named if tokenizer_eos is None else [*named, tokenizer_eos]))
+
 
 def open_model(model: str | os.PathLike[str]) -> ModelFiles:
     """The files of a folder, a `.gguf` file, an alias, a hub id or a preset. ValueError if they make no model."""
@@ -43,6 +54,15 @@ def open_model(model: str | os.PathLike[str]) -> ModelFiles:
         return _open_preset(name)
     path = resolve_model(model)
     return _open_gguf(path) if path.is_file() else _open_folder(path)
+
+
+def open_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a folder, a `.gguf` file, an alias or a hub id. Raises ValueError if there is none."""
+    path = resolve_model(name)
+    found = _gguf_tokenizer(path) if path.is_file() else _folder_tokenizer(path)
+    if found is None:
+        raise ValueError(f"tokenizer must name a folder with tokenizer.json or a .gguf file, but {path} has none")
+    return found
 
 
 def _open_preset(name: str) -> ModelFiles:
@@ -76,10 +96,14 @@ def _gguf_tokenizer(path: Path) -> Tokenizer | None:
 
 def _open_folder(folder: Path) -> ModelFiles:
     config = _config(folder)
+    generation_config = _optional_json(folder / "generation_config.json")
+    _check_token_ids(config, "config.json")
+    _check_token_ids(_text_config(config), "config.json: text_config")
+    _check_token_ids(generation_config, "generation_config.json")
     return ModelFiles(
         path=folder,
         config=config,
-        generation_config=_optional_json(folder / "generation_config.json"),
+        generation_config=generation_config,
         tensors=partial(_folder_tensors, folder, fp8_block(config)),
         tokenizer=partial(_folder_tokenizer, folder),
     )
@@ -104,3 +128,20 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a multimodal model's config that is about text."""
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else {}
+
+
+def _listed(value: Any) -> list[int]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _check_token_ids(entries: dict[str, Any], file: str) -> None:
+    for key in ("bos_token_id", "eos_token_id"):
+        value = entries.get(key)
+        if not all(is_integer(token_id) and 0 <= token_id <= MAX_TOKEN_ID for token_id in _listed(value)):
+            raise ValueError(f"{file}: {key} must be a token id or a list of them, but is {shown(value)}")

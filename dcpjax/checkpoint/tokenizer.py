@@ -1,14 +1,15 @@
 """Text to token ids and back, and chat messages to token ids.
 
 From tokenizer.json and tokenizer_config.json, or from the vocabulary inside a GGUF file. Chat templates come from the
-checkpoint only, and transformers' sandbox renders them, in `_render_chat`.
+checkpoint only, and transformers' sandbox renders them, in a process of its own (`template_process`).
 """
 
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -17,10 +18,22 @@ from dcpjax.checkpoint.detokenizer import Detokenizer, Leading, decoding_rule
 from dcpjax.checkpoint.gguf_header import read_header
 from dcpjax.checkpoint.gguf_tokenizer import gguf_backend, gguf_tokenizer_config
 from dcpjax.checkpoint.hub import read_json
-from dcpjax.checkpoint.messages import check_tools, checked_messages, nested_keys
+from dcpjax.checkpoint.interruptible import interruptibly
+from dcpjax.checkpoint.messages import (
+    check_tools,
+    checked_messages,
+    decoded_arguments,
+    nested_keys,
+    with_arguments,
+)
+from dcpjax.checkpoint.plain_file import MOST_BYTES, check_plain_file, read_text
+from dcpjax.checkpoint.template_process import TemplateProcess, template_process
 
 TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TOKEN_ID = 2**32 - 1
+LONG_TEXT = 1 << 15  # characters: from here on, tokenising takes longer than some ten milliseconds
+# a tool call's arguments, which show how a template takes a text
+PROBE = '{"probe of arguments": "as a text"}'
 # arguments of transformers' apply_chat_template, which `chat_template_kwargs` must not set
 RENDER_ARGUMENTS = frozenset(
     [
@@ -56,6 +69,8 @@ class Tokenizer:
         self._config = config
         self._rule = decoding_rule(backend.decoder)
         self._pieces: dict[int, bytes] = {}
+        self._templates: TemplateProcess = template_process()
+        self._rendering = Lock()  # the renderer sets options of its tokenizer, which fails while another thread uses it
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -67,6 +82,7 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> "Tokenizer":
         """tokenizer.json as it stands, the names in tokenizer_config.json, and the chat template."""
         path = folder / "tokenizer.json"
+        check_plain_file(path, MOST_BYTES)
         try:
             backend = Backend.from_file(str(path))
         except Exception as error:  # The library raises the bare Exception.
@@ -91,16 +107,25 @@ class Tokenizer:
             raise ValueError(
                 f"text must be valid Unicode, but holds a lone surrogate at position {error.start}; remove it"
             ) from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        encode = partial(self._backend.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
+        return interruptibly(encode)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """All bytes of the tokens, read as UTF-8 once; bytes that are not UTF-8 read as U+FFFD."""
         pieces = b"".join(self.piece(token_id, skip_special_tokens) for token_id in ids)
         return self.leading().strip(pieces.decode("utf-8", "replace"))
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """`decode` for tokens that come one at a time."""
-        return Detokenizer(lambda token_id: self.piece(token_id, skip_special_tokens), self.leading())
+    def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+        """`decode` for tokens that come one at a time and continue a prompt.
+
+        The text of the prompt and the new text are together what `decode` gives for all ids at once.
+        """
+        hidden = self.special_ids if skip_special_tokens else frozenset()
+        made = Detokenizer(self.piece, self.leading(), hidden)
+        made.follow(prompt_token_ids)
+        return made
 
     def leading(self) -> Leading:
         """A new object that strips from the start of a text what decoding removes there."""
@@ -114,26 +139,72 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[int]:
         """Token ids of a conversation. Control tokens come from the template only, messages are plain text.
 
         Text parts of one message are joined by newlines. `chat_template_kwargs` are variables of the template: true,
-        false, a number or a string. Raises ValueError for what the template refuses.
+        false, a number or a string. `chat_template` replaces the checkpoint's own. The arguments of tool calls are
+        objects, or the JSON texts of OpenAI's API. Raises ValueError for what the template refuses, and for a template
+        that breaks one of the `TemplateBounds`.
         """
-        if not self._config.get("chat_template"):
-            raise ValueError("chat needs a model with a chat template, but this one has none; use generate")
+        _check_chat_template(chat_template, self._config.get("chat_template"))
         if add_generation_prompt and continue_final_message:
             raise ValueError("add_generation_prompt must be False when continue_final_message is True")
         checked = checked_messages(messages)
         check_tools(tools)
-        self._check_no_control_tokens([checked, tools])
-        return self._render_chat(
+        task = self._template_task(
             checked,
             tools=tools and list(tools),
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **self._checked_template_kwargs(chat_template_kwargs or {}),
+            chat_template=chat_template,
+            options={
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+            },
+            switches=self._checked_template_kwargs(chat_template_kwargs or {}),
         )
+        return self._encode_marked(self._templates.render(task))
+
+    def _template_task(
+        self, messages: list[dict[str, Any]], tools: Any, chat_template: str | None, **task: Any
+    ) -> dict[str, Any]:
+        """What the template process is asked for."""
+        self._templates.start()  # it gets ready while transformers is imported here
+        template = self._chat_template(chat_template, tools)
+        added = self._backend.get_added_tokens_decoder().values()
+        task |= {
+            "template": template,
+            "tools": tools,
+            "special_tokens": self.hugging_face.special_tokens_map,
+            "added_tokens": [(token.content, token.special) for token in added],
+        }
+        # Many templates fail on null, or write it, where they would pass over a missing key.
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        fitting = self._with_fitting_arguments(given, task)
+        self._check_no_control_tokens([fitting, tools])
+        return task | {"messages": fitting}
+
+    def _chat_template(self, given: str | None, tools: Any) -> str:
+        """The one that is given, the checkpoint's only one, or of several that with the right name."""
+        try:
+            return self.hugging_face.get_chat_template(given, tools)
+        except Exception as error:
+            raise ValueError(f"the model's chat template must be a text, but cannot be used: {error}") from error
+
+    def _with_fitting_arguments(self, messages: list[dict[str, Any]], task: dict[str, Any]) -> list[dict[str, Any]]:
+        """Arguments of tool calls that are JSON texts, as OpenAI's API gives them, in the form the template wants.
+
+        A template that writes a text as it stands gets the text, any other (that reads entries, or uses `tojson`) the
+        object that it spells.
+        """
+        probe = with_arguments(messages, lambda place, text: PROBE)
+        if probe == messages:
+            return messages
+        try:
+            keeps_text = PROBE in self._templates.render(task | {"messages": probe})
+        except ValueError:
+            keeps_text = False
+        return messages if keeps_text else with_arguments(messages, decoded_arguments)
 
     def _checked_template_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in kwargs.items():
@@ -165,6 +236,11 @@ class Tokenizer:
             self._pieces[token_id] = b"" if token is None else self._rule.piece(token)
         return self._pieces[token_id]
 
+    def known_ids(self, size: int) -> list[bool]:
+        """For each id below `size` whether it belongs to a token: a vocabulary can have holes."""
+        token_of = self._backend.id_to_token
+        return [token_of(token_id) is not None for token_id in range(size)]
+
     def _check_no_control_tokens(self, value: Any) -> None:
         """Refuse keys that spell a control token: the renderer escapes values, but not keys, which tool calls print."""
         tokens = [token.content for token in self._backend.get_added_tokens_decoder().values()]
@@ -173,27 +249,36 @@ class Tokenizer:
             if found:
                 raise ValueError(f"a key must not spell a control token, but {key!r} holds {found!r}; rename it")
 
-    def _render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """The only place where a template runs: transformers' sandbox, which also escapes control tokens."""
+    def _encode_marked(self, text: str) -> list[int]:
+        """Token ids of a rendered text. What is marked spells control tokens, but is the user's: it is plain text."""
+        from transformers.utils.chat_template_utils import encode_marked_chat
+
         try:
-            return self._chat_renderer.apply_chat_template(
-                messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
-            )
-        except Exception as error:  # A template is third-party text: it can fail in any way.
-            raise ValueError(
-                f"messages must fit the model's chat template, but it refused them: {error}; "
-                "see which roles and fields the model's page names"
-            ) from error
+            with self._rendering:
+                return encode_marked_chat(self.hugging_face, text)
+        except Exception as error:  # the tokenizer's library raises the bare Exception
+            raise ValueError(f"messages must fit the model's tokenizer, but it refused them: {error}") from error
 
     @cached_property
-    def _chat_renderer(self) -> Any:
+    def hugging_face(self) -> Any:
+        """The same vocabulary and template as a tokenizer of transformers, which renders chats."""
         with _without_torch_advice():
             from transformers import PreTrainedTokenizerFast
         names = {name: self._special_token(name) for name in TEMPLATE_TOKENS}
         return PreTrainedTokenizerFast(
             tokenizer_object=self._backend,
-            chat_template=self._config["chat_template"],
+            chat_template=self._config.get("chat_template"),
+            model_input_names=["input_ids", "attention_mask"],
             **{name: token for name, token in names.items() if token is not None},
+        )
+
+
+def _check_chat_template(given: Any, own: Any) -> None:
+    if given is not None and not isinstance(given, str):
+        raise ValueError(f"chat_template must be the text of a template, but is {type(given).__name__}")
+    if not given and not own:
+        raise ValueError(
+            "chat needs a model with a chat template, but this one has none; use generate, or pass chat_template"
         )
 
 
@@ -202,7 +287,7 @@ def _folder_config(folder: Path) -> dict[str, Any]:
     config = read_json(path) if path.exists() else {}
     config["chat_template"] = _named_templates(config.get("chat_template"))
     if template.exists():
-        config["chat_template"] = template.read_text(encoding="utf-8")
+        config["chat_template"] = read_text(template)
     return config
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dcpjax.checkpoint.hub import read_json
+from dcpjax.checkpoint.plain_file import check_plain_file
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -70,7 +71,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._entries = _folder_entries(folder)
+        self._entries, self._absent = _folder_entries(folder)
         self._maps: dict[Path, np.ndarray] = {}
 
     def names(self) -> Collection[str]:
@@ -95,6 +96,11 @@ class SafetensorsSource:
         return np.array(raw[index], order="C").view(dtype)
 
     def _entry(self, name: str) -> TensorEntry:
+        if name in self._absent:
+            file = self._absent[name]
+            raise ValueError(
+                f"{INDEX_FILE} says that {file} holds the tensor {name}, but it does not; fetch {file} again"
+            )
         if name not in self._entries:
             raise ValueError(missing_tensor_message(name, self._entries, self._folder))
         return self._entries[name]
@@ -112,9 +118,10 @@ def missing_tensor_message(name: str, names: Collection[str], place: Path) -> st
     return f"the weights in {place} must hold the tensor {name}, but do not; {hint}"
 
 
-def _folder_entries(folder: Path) -> dict[str, TensorEntry]:
+def _folder_entries(folder: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors that are there, and the files of those that are in the index alone."""
     if (folder / SINGLE_FILE).exists():
-        return _file_entries(folder / SINGLE_FILE)
+        return _file_entries(folder / SINGLE_FILE), {}
     if (folder / INDEX_FILE).exists():
         return _sharded_entries(folder, _weight_map(folder / INDEX_FILE))
     found = sorted(file.name for file in folder.glob("*.safetensors"))
@@ -143,19 +150,19 @@ def _check_plain_name(file: Any, index: Path) -> None:
         )
 
 
-def _sharded_entries(folder: Path, weight_map: dict[str, str]) -> dict[str, TensorEntry]:
+def _sharded_entries(folder: Path, weight_map: dict[str, str]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Every tensor of every shard; of several of one name, that which the index means.
+
+    A tensor that only the index knows may be one that nobody asks for, such as a head that is the embedding.
+    """
     shards = {file: _file_entries(folder / file) for file in sorted(set(weight_map.values()))}
-    for name, file in weight_map.items():
-        if name not in shards[file]:
-            raise ValueError(
-                f"{INDEX_FILE} says that {file} holds the tensor {name}, but it does not; fetch {file} again"
-            )
-    return {name: shards[file][name] for name, file in weight_map.items()}
+    present = {name: entry for shard in shards.values() for name, entry in shard.items()}
+    indexed = {name: shards[file][name] for name, file in weight_map.items() if name in shards[file]}
+    return present | indexed, {name: file for name, file in weight_map.items() if name not in present}
 
 
 def _file_entries(file: Path) -> dict[str, TensorEntry]:
-    if not file.is_file():
-        raise ValueError(f"{file} must be there, but is missing; fetch it again")
+    check_plain_file(file)
     try:
         # The library checks the header: sizes, overlaps, gaps, and that the file is as long as it says.
         with safe_open(file, framework="numpy"):

@@ -8,30 +8,64 @@ import numpy as np
 
 from dcpjax.api.progress import bar
 from dcpjax.checkpoint.weight_files import TensorSource
-from dcpjax.models.checkpoint_names import HeadRows, Name, Stack
+from dcpjax.models.checkpoint_names import HeadRows, Name, Stack, embedding_name, head_name, known_leftovers
+from dcpjax.models.config import ModelConfig
 from dcpjax.sharding import arrays
 from dcpjax.sharding.arrays import ArraySpec, is_spec
 from dcpjax.sharding.rules import Placement
 
+COMPARED_ROWS = 64  # of a stored head with the embedding that it must equal
 
-def load_weights(specs: Any, names: Any, source: TensorSource, place: Placement, *, progress: bool = False) -> Any:
+
+def load_weights(
+    config: ModelConfig, specs: Any, names: Any, source: TensorSource, place: Placement, *, progress: bool = False
+) -> Any:
     """Arrays of tree `specs`, read by the tensor names in the equal tree `names`.
 
-    Raises ValueError naming the first tensor that is missing or has another shape, before anything is read.
+    Raises ValueError before anything is loaded, as `check_tensors`.
     """
+    check_tensors(config, specs, names, source)
     leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec)
-    tensors = structure.flatten_up_to(names)
-    for spec, name in zip(leaves, tensors, strict=True):
-        _check(spec, name, source)
-    pairs = bar(list(zip(leaves, tensors, strict=True)), description="loading weights", shown=progress)
+    pairs = list(zip(leaves, structure.flatten_up_to(names), strict=True))
+    pairs = bar(pairs, description="loading weights", shown=progress)
     return structure.unflatten([_load(spec, name, source, place) for spec, name in pairs])
 
 
-def _check(spec: ArraySpec, name: Name, source: TensorSource) -> None:
-    for tensor, shape in _tensors(spec, name):
+def check_tensors(config: ModelConfig, specs: Any, names: Any, source: TensorSource) -> None:
+    """Raise ValueError naming the first tensor that is missing, has another shape, or that nothing would read."""
+    leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec)
+    pairs = zip(leaves, structure.flatten_up_to(names), strict=True)
+    wanted = {tensor: shape for spec, name in pairs for tensor, shape in _tensors(spec, name)}
+    for tensor, shape in wanted.items():
         found = tuple(source.shape(tensor))  # raises for a missing tensor
         if found != shape:
             raise ValueError(f"tensor {tensor} must have shape {shape} by config.json, but has {found}")
+    present = source.names()
+    unread = set(present) - wanted.keys() - known_leftovers(present, config)
+    if unread:
+        raise ValueError(
+            f"config.json must describe a model that has every tensor of the weights, but nothing reads {min(unread)}"
+            + (f" and {len(unread) - 1} more" if len(unread) > 1 else "")
+            + f" ({config.num_layers} layers of {config.family}); use the config.json that belongs to these weights"
+        )
+    if config.tie_word_embeddings and head_name(config) in present:
+        _check_tied(config, source)
+
+
+def _check_tied(config: ModelConfig, source: TensorSource) -> None:
+    """A stored head must be the embedding that takes its place: rows all over it are compared."""
+    head, embedding = head_name(config), embedding_name(config)
+    rows = source.shape(embedding)[0]
+    is_same = source.shape(head) == source.shape(embedding) and all(
+        np.array_equal(source.read(head, part), source.read(embedding, part), equal_nan=True)
+        for row in range(0, rows, -(-rows // COMPARED_ROWS))
+        for part in [(slice(row, row + 1), slice(None))]
+    )
+    if not is_same:
+        raise ValueError(
+            f"config.json: tie_word_embeddings must be false where {head} is not {embedding}, but is true; use "
+            'hf_overrides with "tie_word_embeddings" false'
+        )
 
 
 def _tensors(spec: ArraySpec, name: Name) -> Iterator[tuple[str, tuple[int, ...]]]:

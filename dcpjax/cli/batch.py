@@ -99,7 +99,7 @@ def _run(flags: Flags, open_engine: OpenEngine | None) -> int:
     advice, json_logs = f"to go on: {resume_line(sys.argv)}", flags.get("json_logs", False)
     quiet = flags.get("quiet", False)
     open_engine = open_engine or _opener(arguments, progress=not json_logs and not quiet)
-    with StopOnSignal(advice=advice) as stop:
+    with StopOnSignal(advice=advice, grace_seconds=options.grace_seconds) as stop:
         try:
             run_files(
                 files,

@@ -204,6 +204,8 @@ def _argparse_options(field: Field[Any]) -> dict[str, Any]:
         return {"type": integers, "action": "extend", "metavar": "ID[,ID...]"}
     if Sequence[str] in kinds:
         return {"action": "append", "metavar": "TEXT"}
+    if str in kinds:
+        return {"metavar": "NAME"}
     if StructuredOutputsParams in kinds:
         return {"type": structured_outputs, "metavar": "JSON"}
     if any(get_origin(one) is dict for one in kinds):

@@ -4,10 +4,12 @@ Options are checked before jax is imported.
 """
 
 import time
+import warnings
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from dcpjax.api.config import EngineConfig
+from dcpjax.api.outputs import PromptWarning
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.cli.flags import Flags, Parser, add_options
 from dcpjax.cli.statistics import describe_engine
@@ -88,6 +90,7 @@ class ModelArguments:
     def open(self) -> "LLM":
         from dcpjax.llm import LLM
 
+        warnings.simplefilter("ignore", PromptWarning)  # commands print the errors of prompts themselves
         started = time.monotonic()
         llm = LLM(self.model, progress=not self.verbosity.quiet, **self.engine)
         self.verbosity.print_detail(

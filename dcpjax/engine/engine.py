@@ -90,8 +90,8 @@ class Engine:
     def recover(self) -> None:
         """After an interrupted step: free the requests that it finished, compute the others in it again."""
         if self._stepping:
-            self._stepping = False
             self._start_over()
+            self._stepping = False
 
     def reset_prefix_cache(self) -> bool:
         """Forget what the blocks hold. False, and nothing happens, while requests hold blocks."""
@@ -164,6 +164,8 @@ class Engine:
             request.prompt_scores.update(result.prompt_scores[row])
         if not result.finite[row]:
             request.finish("error", error="the model's logits are not finite (NaN or infinity)")
+        elif entry.samples and result.possible and not result.possible[row]:
+            request.finish("error", error=_every_token_banned(request))
         elif entry.samples:
             if result.scores and (scores := result.scores[row]):
                 request.scores.append(scores)
@@ -209,12 +211,21 @@ class Engine:
     def _start_over(self) -> None:
         """Drop the step in flight; compute the running requests again from their known tokens."""
         self._in_flight = None
-        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+        for request in self.scheduler.touched():
             if request.status is Status.FINISHED:
                 self.end(request)
         self.scheduler.start_over()
         if self.runner.restore_cache():
             self.blocks.forget_free()
+
+
+def _every_token_banned(request: Request) -> str:
+    names = ("allowed_token_ids", "structured_outputs", "bad_words", "min_tokens")
+    used = ", ".join(name for name in names if getattr(request.params, name))
+    return (
+        f"the options {used} must leave a token to choose, but ban every one for token number "
+        f"{len(request.output_token_ids) + 1}; loosen one of them"
+    )
 
 
 def _note_token(metrics: RequestMetrics, now: float) -> None:

@@ -11,8 +11,9 @@ class TokenScores(NamedTuple):
     token_id: int
     logprob: float
     rank: int
-    top_ids: Sequence[int]  # most likely first
+    top_ids: Sequence[int]  # most likely first, or as the user named them
     top_logprobs: Sequence[float]
+    top_ranks: Sequence[int] | None = None  # None: 1, 2, 3 ...; given where the user named the tokens
 
 
 @dataclass
@@ -23,3 +24,4 @@ class StepResult:
     finite: Sequence[bool]  # False where the logits, or without a choice the hidden state, held NaN or infinity
     scores: Sequence[TokenScores | None] | None = None  # of the sampled tokens, where wanted
     prompt_scores: Sequence[dict[int, TokenScores]] | None = None  # by position, where wanted
+    possible: Sequence[bool] | None = None  # False where every token was banned; None if none was

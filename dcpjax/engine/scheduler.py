@@ -8,11 +8,13 @@ and is computed again later from its prompt and its generated tokens, except for
 
 import heapq
 from bisect import insort
+from collections import deque
 from dataclasses import dataclass, field
 
 from dcpjax.engine.blocks import BlockContent, BlockManager, PrefixMatch
 from dcpjax.engine.request import Request, Status
 from dcpjax.engine.stats import SchedulerCounters
+from dcpjax.engine.waiting import WaitingQueue
 from dcpjax.models.kv_cache import CacheGeometry
 
 LEAST_COPIED = 64  # fewest tokens worth copying from a partly matching block: a tile of prefill
@@ -40,12 +42,19 @@ class PrefillBudget:
 
     tokens: int
     cost_per_position: float = 0.0  # attention to one position, as a fraction of the rest of a token's work
-    max_step_tokens: int | None = None  # most tokens of such a step; None: max_num_batched_tokens
+    step_sizes: tuple[int, ...] = ()  # tokens of such a step: the largest that a prompt can fill; (): any
+    tile: int = 1  # prompts advance by whole tiles, one at least: a tile that is not full costs the same
     always: bool = False  # whether the budget holds even if no decode is streamed
 
     def affordable(self, work: float, start: int) -> int:
-        """How many tokens of a prompt, from position `start` on, cost at most `work`."""
-        return int(work / (1.0 + self.cost_per_position * start))
+        """How many tokens of a prompt, from position `start` on, cost at most `work`: whole tiles."""
+        return int(work / (1.0 + self.cost_per_position * start)) // self.tile * self.tile
+
+    def room_beside(self, decodes: int, affordable: int, most: int) -> int:
+        """Most prompt tokens of a step beside so many decodes, for a prompt that can afford so many."""
+        rooms = [_room_beside(decodes, size) for size in self.step_sizes]
+        filled = [room for room in rooms if room <= affordable]
+        return min(most, max(filled, default=min(rooms, default=most)))
 
     def work(self, start: int, count: int) -> float:
         """What `count` tokens of a prompt from position `start` on cost."""
@@ -80,9 +89,10 @@ class Scheduler:
     def __init__(self, blocks: BlockManager, geometry: CacheGeometry, limits: StepLimits) -> None:
         self.blocks, self.geometry, self.limits = blocks, geometry, limits
         self.counters = SchedulerCounters()
-        self.waiting: list[Request] = []  # in the order in which they will be served
+        self.waiting = WaitingQueue()  # in the order in which they will be served
         self.running: list[Request] = []  # in the same order: the last is preempted first
         self._seats = list(range(limits.max_num_seqs))  # a heap: the lowest seat is taken first
+        self._launched = deque[list[Scheduled]](maxlen=2)  # the newest steps: no older one is in flight
 
     @property
     def has_work(self) -> bool:
@@ -100,10 +110,11 @@ class Scheduler:
                 f"{len(request.prompt_token_ids)} + {request.max_tokens} tokens need {needed} blocks; "
                 f"raise kv_cache_memory_bytes or shorten the request"
             )
-        insort(self.waiting, request, key=_order)
+        self.waiting.add(request)
 
     def schedule(self) -> list[Scheduled]:
         """Choose the next step's tokens and give them blocks. Entries of one token come first in the list."""
+        self.waiting.bring_back(lambda request: not self._waits_for_sibling(request))
         step = StepBuilder(self.limits.max_num_batched_tokens)
         prompts, decodes = list[Request](), list[Request]()
         for request in self.running:
@@ -124,6 +135,7 @@ class Scheduler:
     def update(self, step: list[Scheduled]) -> None:
         """Note that the step has been launched: from the next step on, its tokens are in the cache."""
         self.counters.steps += 1
+        self._launched.append(step)
         for entry in step:
             request, prompt = entry.request, len(entry.request.prompt_token_ids)
             request.num_computed = entry.start + entry.count
@@ -137,9 +149,14 @@ class Scheduler:
 
     def start_over(self) -> None:
         """Give up the tokens in flight and compute the running requests again."""
-        for request in [*self.running, *self.waiting]:
+        for request in self.touched():
             request.num_in_flight = 0
+        self._launched.clear()
         self.preempt_all()
+
+    def touched(self) -> list[Request]:
+        """The requests of which a launched step may not have been collected whole."""
+        return list(dict.fromkeys(entry.request for step in self._launched for entry in step))
 
     def release(self, request: Request) -> None:
         """Forget a finished or aborted request and free its blocks."""
@@ -171,8 +188,6 @@ class Scheduler:
         decoding = (request for request in self.running if request.num_pending == 1 and request.expects_token)
         if budget and any(budget.always or request.streamed for request in decoding):
             step.prompt_work_left = _room_beside(decodes, budget.tokens)
-            if budget.max_step_tokens:
-                step.tokens_left = min(step.tokens_left, _room_beside(decodes, budget.max_step_tokens))
 
     def _schedule_running(self, request: Request, step: StepBuilder) -> None:
         """Put a running request's next tokens into the step, unless it is preempted meanwhile."""
@@ -183,16 +198,21 @@ class Scheduler:
             self._add_entry(request, count, step)
 
     def _num_fitting(self, request: Request, step: StepBuilder, start: int) -> int:
-        """How many tokens from `start` on fit the step. One prompt gets at least a token, whatever it costs."""
+        """How many tokens from `start` on fit the step. The first prompt gets at least a tile, whatever it costs, and
+        sets the size of a step that also decodes."""
         pending = request.num_tokens - start
         count = min(pending, step.tokens_left)
         if pending == 1:
             return count
         if request.scores_prompt:
             count = min(count, SCORED_CHUNK)
-        if self.limits.prefill_budget and step.prompt_work_left < float("inf"):
-            affordable = self.limits.prefill_budget.affordable(step.prompt_work_left, start)
-            count = min(count, affordable if step.has_prompt else max(affordable, 1))
+        budget = self.limits.prefill_budget
+        if budget and step.prompt_work_left < float("inf"):
+            affordable = budget.affordable(step.prompt_work_left, start)
+            if not step.has_prompt:
+                step.tokens_left = budget.room_beside(len(step.entries), affordable, step.tokens_left)
+                affordable = max(affordable, budget.tile)
+            count = min(count, step.tokens_left, affordable)
         return count
 
     def _add_entry(self, request: Request, count: int, step: StepBuilder, copy: tuple[int, int] | None = None) -> None:
@@ -222,7 +242,9 @@ class Scheduler:
 
     def _next_waiting(self) -> Request | None:
         """The first to be served. A request waits while its first sibling fills the cache that both will share."""
-        return next((request for request in self.waiting if not self._waits_for_sibling(request)), None)
+        while (request := self.waiting.first()) and self._waits_for_sibling(request):
+            self.waiting.set_first_aside()
+        return request
 
     def _waits_for_sibling(self, request: Request) -> bool:
         sibling = request.first_sibling
@@ -272,7 +294,7 @@ class Scheduler:
         self._give_back(request)
         self.counters.preemptions += 1
         request.metrics.preemptions += 1
-        insort(self.waiting, request, key=_order)
+        self.waiting.add(request)
 
     def _give_back(self, request: Request) -> None:
         """Free a running request's blocks and its seat. The blocks keep what they hold."""

@@ -1,15 +1,19 @@
 """Prompts and their completions while they run: sampled tokens become text, events and results."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dcpjax.api.logprobs import Logprob, to_logprobs
 from dcpjax.api.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, StreamEvent
+from dcpjax.checkpoint.detokenizer import Detokenizer
 from dcpjax.engine.request import Request
 from dcpjax.engine.result import TokenScores
 from dcpjax.frontend.submission import Submission
 from dcpjax.frontend.text import TextStream
+
+# Gives a detokenizer of what follows these tokens; None without a tokenizer.
+DecodesBehind = Callable[[Sequence[int]], Detokenizer | None]
 
 
 class End(NamedTuple):
@@ -27,19 +31,25 @@ class RunningPrompt:
         """`events`: where the events of its completions go."""
         self.submission, self.events = submission, events
         self.completions: list[Completion] = []
+        self._unfinished = submission.params.n
         self.output = RequestOutput(
-            str(submission.index),
+            submission.request_id,
             submission.prompt,
             submission.prompt_token_ids,
             metrics=RequestMetrics(submission.arrival_time, num_prompt_tokens=len(submission.prompt_token_ids)),
         )
 
-    def add(self, request: Request, stream: TextStream, decode: Callable[[int], str | None]) -> "Completion":
-        """One more completion. `decode` gives the text of one token, for log-probabilities."""
-        completion = Completion(self, request, stream, decode)
+    def add(self, request: Request, stream: TextStream, decodes_behind: DecodesBehind) -> "Completion":
+        """One more completion. `decodes_behind` spells the tokens of log-probabilities."""
+        completion = Completion(self, request, stream, decodes_behind)
         self.completions.append(completion)
         self.output.outputs.append(completion.output)
         return completion
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether every completion has been scheduled at least once."""
+        return all(completion.request.metrics.first_scheduled_time for completion in self.completions)
 
     def fail(self, message: str) -> None:
         """Give every completion the error, without running any."""
@@ -48,22 +58,22 @@ class RunningPrompt:
             self.record(StreamEvent(self.submission.index, index, "", [], "error", error=message))
 
     def record(self, event: StreamEvent) -> None:
-        self.events.append(event)
-        self.output.finished = len(self.output.outputs) == self.submission.params.n and all(
-            output.finish_reason for output in self.output.outputs
-        )
+        self._unfinished -= event.finish_reason is not None
+        self.output.finished = not self._unfinished
+        self.events.append(event)  # last: another thread may be waiting for it
 
 
 class Completion:
     """One of a prompt's completions while it runs."""
 
     def __init__(
-        self, prompt: RunningPrompt, request: Request, stream: TextStream, decode: Callable[[int], str | None]
+        self, prompt: RunningPrompt, request: Request, stream: TextStream, decodes_behind: DecodesBehind
     ) -> None:
-        self.prompt, self.request, self.stream, self._decode = prompt, request, stream, decode
+        self.prompt, self.request, self.stream, self._decodes_behind = prompt, request, stream, decodes_behind
         self.output = CompletionOutput(len(prompt.completions), "", [])
-        if request.params.logprobs is not None:
+        if request.params.scores_tokens:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+            self._scored = decodes_behind(request.prompt_token_ids)
 
     def take_tokens(self) -> None:
         """Turn the request's new tokens into text and an event. A stop string in the text ends the completion."""
@@ -96,24 +106,24 @@ class Completion:
 
     def _take_scores(self) -> None:
         """Log-probabilities of the new tokens; of the prompt, once its last token has run."""
-        output, wanted = self.output, self.request.params.logprobs
-        if output.logprobs is not None and wanted is not None:
+        output, params = self.output, self.request.params
+        if output.logprobs is not None:
+            wanted = -1 if params.logprob_token_ids is not None else params.logprobs or 0
             for scores in self.request.scores[len(output.logprobs) :]:
-                output.logprobs.append(self._logprobs(scores, wanted))
+                output.logprobs.append(_logprobs(scores, wanted, self._scored))
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + scores.logprob
         if self.request.scores_prompt and self.prompt.output.prompt_logprobs is None:
             self.prompt.output.prompt_logprobs = self._prompt_logprobs()
 
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None]:
-        wanted, scores = self.request.params.prompt_logprobs or 0, self.request.prompt_scores
-        return [
-            self._logprobs(scores[position], wanted) if position in scores else None
-            for position in range(len(self.request.prompt_token_ids))
-        ]
-
-    def _logprobs(self, scores: TokenScores, wanted: int) -> dict[int, Logprob]:
-        token, logprob, rank, ids, values = scores
-        return to_logprobs(token, logprob, rank, ids, values, wanted, self._decode)
+        wanted, detokenizer = self.request.params.prompt_logprobs or 0, self._decodes_behind([])
+        listed: list[dict[int, Logprob] | None] = []
+        for position, token in enumerate(self.request.prompt_token_ids):
+            scores = self.request.prompt_scores.get(position)
+            listed.append(None if scores is None else _logprobs(scores, wanted, detokenizer))
+            if detokenizer and scores is None:
+                detokenizer.append(token)
+        return listed
 
     def _hides_last_token(self) -> bool:
         """A token that ended the request shows in the text only if the user asked for it."""
@@ -128,3 +138,13 @@ class Completion:
         if self.request.first_sibling is None:
             self.prompt.output.num_cached_tokens = self.request.metrics.num_cached_tokens
         self.prompt.record(StreamEvent(self.prompt.submission.index, output.index, text, token_ids, *end))
+
+
+def _logprobs(scores: TokenScores, wanted: int, detokenizer: Detokenizer | None) -> dict[int, Logprob]:
+    """Spell the tokens that might have come next, then go on by the one that did."""
+    token, logprob, rank, ids, values, ranks = scores
+    if detokenizer is None:
+        return to_logprobs(token, logprob, rank, ids, values, wanted, ranks=ranks)
+    made = to_logprobs(token, logprob, rank, ids, values, wanted, detokenizer.spell, ranks)
+    detokenizer.append(token)
+    return made

@@ -3,18 +3,25 @@
 What is wrong with one prompt becomes that submission's error; the others are not affected.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
+from dcpjax.api import prompts as prompt_forms
+from dcpjax.api.checks import check_option_names
 from dcpjax.api.config import EngineConfig
 from dcpjax.api.outputs import RequestMetrics
 from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.api.vllm_options import PROMPT, without_neutral
+from dcpjax.checkpoint.detokenizer import Detokenizer
 from dcpjax.checkpoint.model_files import ModelFiles
 from dcpjax.checkpoint.tokenizer import Tokenizer
 from dcpjax.engine.request import Request
 from dcpjax.frontend.completion import RunningPrompt
+from dcpjax.frontend.prompt_length import check_text, check_tokens, texts_of
 from dcpjax.frontend.submission import Submission
 from dcpjax.frontend.text import TextStream
 from dcpjax.sampling.bad_words import bad_word_ids
@@ -40,9 +47,12 @@ class Intake:
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.default_params = _default_params(files.generation_config)
         self._engine = engine
-        self._eos_token_ids = _eos_token_ids(files, tokenizer)
-        self._num_requests = 0
+        self.eos_token_ids = set(files.end_token_ids(tokenizer.eos_token_id if tokenizer else None))
+        self.known = _known_ids(tokenizer, vocab_size, self.eos_token_ids)
+        self._numbers = itertools.count()
+        self._request_ids = map(str, itertools.count())
         self._guides: GuideMaker | None = None
+        self._bad_words = lru_cache(maxsize=16)(self._tokenised_bad_words)  # many prompts share their params
 
     def submissions(self, prompts: Any, sampling_params: Any, priority: Any = None) -> list[Submission]:
         """One for each prompt. Raises ValueError for lists of different lengths."""
@@ -64,24 +74,27 @@ class Intake:
     ) -> Submission:
         """Tokenise and check one prompt; what is wrong with it becomes the submission's error."""
         try:
-            text, ids = self._encode(prompt)
+            text, ids = self._encode(prompt, self._kept(params))
             self._check_length(ids)
+            self._check_known("token ids", ids)
             params.check_against(self.vocab_size, self._engine.max_logprobs)
+            self._check_known("allowed_token_ids", params.allowed_token_ids or ())
             if isinstance(prompt, Mapping):
                 cache_salt = prompt.get("cache_salt", cache_salt)
             return Submission(
                 index=index,
+                request_id=next(self._request_ids),
                 params=params,
                 prompt=text,
                 prompt_token_ids=ids,
                 priority=priority,
                 cache_salt=_checked_salt(cache_salt),
-                bad_words=self._bad_words(params),
-                make_guide=self._guide_maker(params),
+                bad_words=self._bad_words(tuple(params.bad_words or ())),
+                make_guide=self._guide_maker(params, ids),
             )
         except ValueError as error:
             text = prompt if isinstance(prompt, str) else None
-            return Submission(index=index, params=params, prompt=text, error=str(error))
+            return self._refused(index, params, error, text)
 
     def chat_submission(
         self,
@@ -96,9 +109,11 @@ class Intake:
         if self.tokenizer is None:
             raise ValueError("chat must have a tokenizer, but the model has none; use generate with token ids")
         try:
+            for text in texts_of(conversation) if params.truncate_prompt_tokens is None else ():
+                self._check_text(text)
             ids = self.tokenizer.apply_chat_template(conversation, **template)
         except ValueError as error:
-            return Submission(index=index, params=params, error=str(error))
+            return self._refused(index, params, error)
         return self.submission(index, {"prompt_token_ids": ids}, params, priority, cache_salt)
 
     def start(self, prompt: RunningPrompt, *, streamed: bool) -> None:
@@ -111,20 +126,22 @@ class Intake:
             for index in range(1, submission.params.n)
         )
         for request in (first, *rest):
-            prompt.add(request, self._stream(submission.params), self.decode)
+            prompt.add(request, self._stream(submission), partial(self._detokenizer, submission.params))
 
-    def decode(self, token_id: int) -> str | None:
-        """The text of one token, for log-probabilities. None without a tokenizer."""
-        return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
+    def _refused(self, index: int, params: SamplingParams, error: ValueError, prompt: str | None = None) -> Submission:
+        return Submission(
+            index=index, request_id=next(self._request_ids), params=params, prompt=prompt, error=str(error)
+        )
 
     def _params(self, given: Any, count: int) -> list[SamplingParams]:
+        """One for each prompt: checked copies, which no later change by the caller reaches."""
         if given is None or isinstance(given, SamplingParams):
-            return [given or self.default_params] * count
+            return [(given or self.default_params).clone()] * count
         if not isinstance(given, Sequence) or not all(isinstance(one, SamplingParams) for one in given):
             raise ValueError(f"sampling_params must be SamplingParams or a list of them, but is {given!r}")
         if len(given) != count:
             raise ValueError(f"sampling_params must be one or as many as the {count} prompts, but are {len(given)}")
-        return list(given)
+        return [params.clone() for params in given]
 
     def _priorities(self, given: Any, count: int) -> list[int]:
         if given is None:
@@ -146,38 +163,68 @@ class Intake:
                 "set scheduling_policy='priority'"
             )
 
-    def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
+    def _kept(self, params: SamplingParams) -> int | None:
+        """How many of a prompt's last tokens are kept; None keeps all, and refuses a prompt of too many."""
+        return self.max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+
+    def _encode(self, prompt: Any, kept: int | None) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            known = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
-            if not known:
-                raise ValueError(f"a prompt must have the key 'prompt' or 'prompt_token_ids', but has {list(prompt)}")
-            prompt = prompt[known[0]]
+            return self._encode_mapping(prompt, kept)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, but the model has none; give token ids")
-            return prompt, self.tokenizer.encode(prompt)
+            if kept is None:
+                self._check_text(prompt)
+            return prompt, _last(self.tokenizer.encode(prompt), kept)
+        if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
+            prompt = _last(prompt, kept)
+            check_tokens(prompt.size if isinstance(prompt, np.ndarray) else len(prompt), self.max_model_len)
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes) or np.ndim(prompt) != 1:
             raise ValueError(f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}")
-        return None, [_token_id(token, self.vocab_size) for token in prompt]
+        return None, [_token_id(token) for token in prompt]
+
+    def _check_known(self, what: str, ids: Sequence[int]) -> None:
+        """Raise ValueError for an id that belongs to no token: the model has learned nothing about it."""
+        given = np.asarray(ids)
+        inside = (given >= 0) & (given < len(self.known))
+        known = inside.copy()
+        known[inside] = self.known[given[inside].astype(np.int64)]
+        if known.all():
+            return
+        unknown, largest = given[~known][0], int(np.flatnonzero(self.known)[-1])
+        if 0 <= unknown <= largest:
+            raise ValueError(f"{what} must belong to tokens, but the tokenizer has none for {unknown}; leave it out")
+        raise ValueError(f"{what} must be in [0, {largest}], but one is {unknown}")
+
+    def _encode_mapping(self, prompt: Mapping[str, Any], kept: int | None) -> tuple[str | None, list[int]]:
+        """Token ids go before a text, which is then only shown."""
+        known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+        if not known:
+            raise ValueError(f"a prompt must have the key 'prompt' or 'prompt_token_ids', but has {list(prompt)}")
+        check_option_names(without_neutral(prompt, PROMPT), prompt_forms.KEYS, what="key of a prompt")
+        text, ids = self._encode(prompt[known[0]], kept)
+        return text if len(known) == 1 else _shown_text(prompt["prompt"]), ids
 
     def _check_length(self, ids: list[int]) -> None:
         if not ids:
             raise ValueError("a prompt must hold at least one token, but is empty")
-        if len(ids) >= self.max_model_len:
-            raise ValueError(
-                f"a prompt must hold at most {self.max_model_len - 1} tokens (max_model_len={self.max_model_len} "
-                f"leaves one to generate), but holds {len(ids)}"
-            )
+        check_tokens(len(ids), self.max_model_len)
 
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        if not params.bad_words:
+    def _check_text(self, text: str) -> None:
+        """Refuse a text that alone is too long, before all of it is tokenised."""
+        tokenizer = self.tokenizer
+        if tokenizer is not None:
+            check_text(text, self.max_model_len, lambda piece: tokenizer.encode(piece, add_special_tokens=False))
+
+    def _tokenised_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        if not words:
             return ()
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise ValueError("bad_words must have a tokenizer, but the model has none; use logit_bias with token ids")
-        return bad_word_ids(params.bad_words, lambda word: tokenizer.encode(word, add_special_tokens=False))
+        return bad_word_ids(words, lambda word: tokenizer.encode(word, add_special_tokens=False))
 
-    def _guide_maker(self, params: SamplingParams) -> Any:
+    def _guide_maker(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> Any:
         """A maker of fresh guides, one for each completion; None if the output is free."""
         wanted = params.structured_outputs
         if wanted is None:
@@ -185,16 +232,16 @@ class Intake:
         if self.tokenizer is None:
             raise ValueError("structured_outputs must have a tokenizer, but the model has none")
         if self._guides is None:
-            self._guides = GuideMaker(self.tokenizer, self.vocab_size, self._eos_token_ids)
-        maker = self._guides
-        maker.make(wanted).mask()  # refuses what is wrong before anything runs
-        return lambda: maker.make(wanted)
+            self._guides = GuideMaker(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        maker, leading = self._guides, self.tokenizer.detokenizer(params.skip_special_tokens, prompt_token_ids).leading
+        maker.make(wanted, leading).mask()  # refuses what is wrong before anything runs
+        return lambda: maker.make(wanted, leading)
 
     def _request(self, submission: Submission, index: int, **options: Any) -> Request:
         """The request of completion number `index`. The result shows the metrics of completion 0."""
-        number, self._num_requests = self._num_requests, self._num_requests + 1
+        number = next(self._numbers)
         params, room = submission.params, self.max_model_len - len(submission.prompt_token_ids)
-        ends = set(params.stop_tokens) | (set() if params.ignore_eos else self._eos_token_ids)
+        ends = set(params.stop_tokens) | (set() if params.ignore_eos else self.eos_token_ids)
         return Request(
             number=number,
             prompt_token_ids=submission.prompt_token_ids,
@@ -209,10 +256,16 @@ class Intake:
             **{"metrics": RequestMetrics(submission.arrival_time), **options},
         )
 
-    def _stream(self, params: SamplingParams) -> TextStream:
-        shows = self.tokenizer is not None and params.detokenize
-        detokenizer = self.tokenizer.detokenizer(params.skip_special_tokens) if self.tokenizer and shows else None
-        return TextStream(detokenizer, params)
+    def _stream(self, submission: Submission) -> TextStream:
+        params = submission.params
+        shown = self._detokenizer(params, submission.prompt_token_ids) if params.detokenize else None
+        return TextStream(shown, params)
+
+    def _detokenizer(self, params: SamplingParams, token_ids: Sequence[int]) -> Detokenizer | None:
+        """Of what follows these tokens; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.detokenizer(params.skip_special_tokens, token_ids)
 
 
 def _listed_prompts(prompts: Any) -> list[Any]:
@@ -237,12 +290,32 @@ def _listed_conversations(messages: Any) -> list[Any]:
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
 
 
-def _token_id(token: Any, vocab_size: int, what: str = "token ids") -> int:
+def _last(ids: Any, kept: int | None) -> Any:
+    """The last `kept` token ids of a sequence or array; None keeps all."""
+    is_number = isinstance(ids, np.ndarray) and not ids.ndim
+    return ids if kept is None or is_number else ids[-kept:]
+
+
+def _shown_text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"prompt must be a text, but is {type(text).__name__}")
+    return text
+
+
+def _token_id(token: Any) -> int:
     if not isinstance(token, int | np.integer) or isinstance(token, bool):
-        raise ValueError(f"{what} must be integers, but one is {token!r}")
-    if not 0 <= token < vocab_size:
-        raise ValueError(f"{what} must be in [0, {vocab_size - 1}], but one is {token}")
+        raise ValueError(f"token ids must be integers, but one is {token!r}")
     return int(token)
+
+
+def _known_ids(tokenizer: Tokenizer | None, vocab_size: int, ends: Iterable[int]) -> np.ndarray:
+    """[V] bool: the ids of tokens, and those that the model ends with, whatever the tokenizer calls them.
+
+    Without a tokenizer all ids count.
+    """
+    known = np.array([True] * vocab_size if tokenizer is None else tokenizer.known_ids(vocab_size))
+    known[[token for token in ends if 0 <= token < vocab_size]] = True
+    return known
 
 
 def _seed(params: SamplingParams, index: int, engine_seed: int, number: int) -> int:
@@ -251,15 +324,6 @@ def _seed(params: SamplingParams, index: int, engine_seed: int, number: int) -> 
         return (params.seed + index) % 2**64
     high, low = np.random.SeedSequence([engine_seed % 2**64, number]).generate_state(2)
     return int(high) << 32 | int(low)
-
-
-def _eos_token_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> set[int]:
-    """generation_config.json's, else config.json's, else the tokenizer's."""
-    fallback = None if tokenizer is None else tokenizer.eos_token_id
-    for found in (files.generation_config.get("eos_token_id"), files.config.get("eos_token_id"), fallback):
-        if found is not None:
-            return set(found) if isinstance(found, list) else {found}
-    return set()
 
 
 def _default_params(generation_config: Mapping[str, Any]) -> SamplingParams:

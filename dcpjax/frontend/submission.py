@@ -12,7 +12,8 @@ from dcpjax.engine.request import TokenGuide
 class Submission:
     """What `LLM.start` runs."""
 
-    index: int  # the caller's number of the prompt; events and the result carry it
+    index: int  # the caller's number of the prompt; events carry it
+    request_id: str  # of its own in the whole life of an `LLM`; the result carries it
     params: SamplingParams
     prompt: str | None = None
     prompt_token_ids: list[int] = field(default_factory=list)

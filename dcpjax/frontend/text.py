@@ -21,7 +21,7 @@ class TextStream:
         self._detokenizer, self._params = detokenizer, params
         self._pending = ""
         self._tokens = 0
-        self._too_early = 0  # characters of `_pending` that came before `min_tokens`: no stop may end in them
+        self._too_early = 0  # characters of `_pending` from the first `min_tokens` tokens: no stop may end in them
         self._parts: list[str] = []
         self.stop_reason: str | None = None
 
@@ -34,8 +34,13 @@ class TextStream:
         """Whether a stop string has been found."""
         return self.stop_reason is not None
 
+    @property
+    def _too_few_tokens(self) -> bool:
+        return self._params.min_tokens > 0 and self._tokens <= self._params.min_tokens
+
     def append(self, token_id: int) -> str:
-        """The text this token makes certain. Stop strings count once `min_tokens` tokens have passed.
+        """The text this token makes certain. Like a token that ends a request, a stop string counts only if a token
+        after the first `min_tokens` completes it.
 
         A token behind a stop has no text: one step may bring several tokens.
         """
@@ -43,7 +48,7 @@ class TextStream:
         if self._detokenizer is None or self.stopped:
             return ""
         self._pending += self._detokenizer.append(token_id)
-        if self._tokens < self._params.min_tokens:
+        if self._too_few_tokens:
             given = self._give(len(self._pending) - held_back(self._pending, self._params.stop_strings))
             self._too_early = len(self._pending)
             return given
@@ -54,7 +59,7 @@ class TextStream:
         if self._detokenizer is None or self.stopped:
             return ""
         self._pending += self._detokenizer.finish()
-        if self._tokens < self._params.min_tokens:
+        if self._too_few_tokens:
             return self._give(len(self._pending))
         found = self._search()
         return found if self.stopped else found + self._give(len(self._pending))

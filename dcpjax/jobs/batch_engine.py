@@ -2,7 +2,8 @@
 
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dcpjax.api.checks import option_names
@@ -32,7 +33,7 @@ class BatchEngine:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._running: dict[int, RunningPrompt] = {}
+        self._running: dict[int, list[RunningPrompt]] = {}  # the prompts of each request
         self._events = deque[StreamEvent]()
 
     @property
@@ -40,28 +41,39 @@ class BatchEngine:
         return len(self._running)
 
     def submit(self, key: int, request: BatchRequest) -> None:
-        """Queue a request. Raises ValueError for one that cannot be run."""
-        submission = self._submission(key, request.body)
-        if submission.error is None:
+        """Queue a request. Raises ValueError for one of which a prompt cannot be run."""
+        submissions = self._submissions(key, request.body)
+        for place, submission in enumerate(submissions):
+            if submission.error is not None:
+                where = f"prompt {place}: " if len(submissions) > 1 else ""
+                raise ValueError(f"{where}{submission.error}")
             self._check_max_tokens(submission)
-        prompt = RunningPrompt(submission, self._events)
-        self._llm.start(prompt, streamed=False)
-        if prompt.output.error:  # refused by the intake or by the engine
-            raise ValueError(prompt.output.error)
-        self._running[key] = prompt
+        prompts = [RunningPrompt(submission, self._events) for submission in submissions]
+        for prompt in prompts:
+            self._llm.start(prompt, streamed=False)
+        refused = next((prompt.output.error for prompt in prompts if prompt.output.error), None)  # by the engine
+        if refused is not None:
+            self._llm.abandon(prompts)
+            raise ValueError(refused)
+        self._running[key] = prompts
 
-    def advance(self) -> list[tuple[int, RequestOutput]]:
+    def advance(self) -> list[tuple[int, Sequence[RequestOutput]]]:
         """Run one step; the requests that it finished."""
-        if self._llm.engine.has_work:
-            self._llm.advance()
+        self._llm.advance()
         keys = {event.prompt_index for event in self._events} & self._running.keys()
         self._events.clear()
-        finished = sorted(key for key in keys if self._running[key].output.finished)
-        return [(key, self._running.pop(key).output) for key in finished]
+        finished = sorted(key for key in keys if all(prompt.output.finished for prompt in self._running[key]))
+        return [(key, [prompt.output for prompt in self._running.pop(key)]) for key in finished]
+
+    def drop_waiting(self) -> list[int]:
+        """Drop the requests of which a completion has not begun; their keys."""
+        waiting = [key for key, prompts in self._running.items() if not all(prompt.has_begun for prompt in prompts)]
+        self._llm.abandon([prompt for key in waiting for prompt in self._running.pop(key)])
+        return waiting
 
     def abort(self) -> None:
         """Drop everything that has not finished."""
-        self._llm.abandon(list(self._running.values()))
+        self._llm.abandon([prompt for prompts in self._running.values() for prompt in prompts])
         self._running.clear()
         self._events.clear()
 
@@ -85,12 +97,15 @@ class BatchEngine:
                 f"{prompt_tokens} of the prompt), but is {asked}; use {room}"
             )
 
-    def _submission(self, key: int, request: RequestBody) -> Submission:
+    def _submissions(self, key: int, request: RequestBody) -> list[Submission]:
         intake, sampling = self._llm.intake, request.sampling
         intake.check_priority(request.priority)
         if request.messages is None:
-            return intake.submission(key, request.prompt, sampling, request.priority, request.cache_salt)
-        return intake.chat_submission(
+            return [
+                self._echoed(request, intake.submission(key, prompt, sampling, request.priority, request.cache_salt))
+                for prompt in request.prompts
+            ]
+        chat = intake.chat_submission(
             key,
             request.messages,
             sampling,
@@ -101,3 +116,13 @@ class BatchEngine:
             continue_final_message=request.continue_final_message,
             chat_template_kwargs=request.chat_template_kwargs,
         )
+        return [chat]
+
+    def _echoed(self, request: RequestBody, submission: Submission) -> Submission:
+        """Gives token ids the text that the response repeats."""
+        if not request.echo or submission.prompt is not None or submission.error is not None:
+            return submission
+        if self._llm.tokenizer is None:
+            raise ValueError("echo needs a tokenizer, but the model has none; leave it out")
+        text = self._llm.tokenizer.decode(submission.prompt_token_ids, skip_special_tokens=False)
+        return replace(submission, prompt=text)

@@ -93,8 +93,6 @@ def read_batch_request(
     if line.data is not None and b"\\ud" in line.data.lower():  # only an escape can be a lone surrogate
         _check_unicode(entry)
     kind, body = _kind_and_body(entry)
-    if kind == "completion":
-        _check_single_prompt(body.get("prompt"))
     body_defaults = {**defaults, "seed": _line_seed(seed, line)}
     return BatchRequest(
         line=line.number,
@@ -134,11 +132,6 @@ def _plain_kind(body: Mapping[str, Any]) -> Kind:
         has = "both" if given else f"neither ({', '.join(map(repr, body))})" if body else "neither"
         raise LineError(f"a line must have prompt or messages, or custom_id, method, url and body, but has {has[:200]}")
     return "chat" if given == ["messages"] else "completion"
-
-
-def _check_single_prompt(prompt: Any) -> None:
-    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
-        raise LineError(f"prompt must be one prompt, but is a list of {len(prompt)}; give each a line")
 
 
 def _line_seed(seed: int, line: Line) -> int:

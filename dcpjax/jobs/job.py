@@ -1,7 +1,7 @@
 """The loop of a batch job: submit lines while there is room, run a step, write the records of what has finished."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,8 +27,12 @@ class BatchEngineProtocol(Protocol):
         """Queue a request. Raises ValueError for one that cannot be run."""
         ...
 
-    def advance(self) -> list[tuple[int, RequestOutput]]:
-        """Run one step; the requests that it finished."""
+    def advance(self) -> list[tuple[int, Sequence[RequestOutput]]]:
+        """Run one step; the requests that it finished, with a result for each of their prompts."""
+        ...
+
+    def drop_waiting(self) -> list[int]:
+        """Drop the requests that have not wholly begun; their keys."""
         ...
 
     def abort(self) -> None:
@@ -82,10 +86,10 @@ class BatchJob:
         self._statistics.start()
         try:
             while not self._is_done():
+                self._submit_lines()
                 if self._stop():
                     self._finish_running()
                     return
-                self._submit_lines()
                 self._run_step()
             self._end()
         except BaseException:
@@ -136,20 +140,21 @@ class BatchJob:
     def _run_step(self) -> None:
         if self._running:
             assert self._engine.num_unfinished, "the engine has lost requests"
-            for number, output in self._engine.advance():
-                self._write_result(number, output)
+            for number, outputs in self._engine.advance():
+                self._write_result(number, outputs)
             self._statistics.engine = self._engine.stats()
         self._file.sync_when_due()
         self._statistics.running = len(self._running)
         self._progress.update()
 
-    def _write_result(self, number: int, output: RequestOutput) -> None:
+    def _write_result(self, number: int, outputs: Sequence[RequestOutput]) -> None:
         request, size = self._running.pop(number)
         self._bytes_running -= size
-        record = result_record(request, output, model=self._defaults.model, created=int(time.time()))
+        record = result_record(request, outputs, model=self._defaults.model, created=int(time.time()))
         self._file.append(encode_record(record))
         self._statistics.written += 1
-        self._statistics.add_tokens(output)
+        for output in outputs:
+            self._statistics.add_tokens(output)
         if record["error"]:
             self._report_error(number, record["error"])
 
@@ -166,8 +171,10 @@ class BatchJob:
         self._progress.report_error(line, error["code"], error["message"])
 
     def _finish_running(self) -> None:
-        """Let running requests finish within the grace period, then drop the rest."""
+        """Let requests that have begun finish within the grace period, and drop the rest."""
         self._statistics.state, end = "stopping", self._clock() + self._options.grace_seconds
+        for number in self._engine.drop_waiting():
+            del self._running[number]
         while self._running and self._clock() < end:
             self._run_step()
         self._engine.abort()

@@ -20,7 +20,8 @@ class BatchOptions:
             in which requests finished.
         fsync: when records are forced to the disk: "always" after each one, "interval" once a second, "never"
             leaves it to the system. A killed process loses nothing either way; a power failure may lose records.
-        grace_seconds: how long running requests may continue after Ctrl-C or SIGTERM; 0 drops them at once.
+        grace_seconds: how long requests that have begun may continue after Ctrl-C or SIGTERM; 0 drops them at once.
+            The process ends at most two seconds later, whatever it is busy with.
         max_line_bytes: longer lines become error records and are never held in memory.
         max_in_flight: most requests in the engine at once; after a crash at most these are computed again.
 
@@ -33,7 +34,7 @@ class BatchOptions:
     retry_errors: bool = False
     ordered: bool = False
     fsync: Fsync = "interval"
-    grace_seconds: float = 20.0
+    grace_seconds: float = 3.0
     max_line_bytes: int = 100_000_000
     max_in_flight: int = 512
 

@@ -7,13 +7,13 @@ The id tells a later run which line of the input a record answers.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dcpjax.api.outputs import RequestOutput
 from dcpjax.jobs.batch_request import BatchRequest
 from dcpjax.jobs.lines import FINGERPRINT_BYTES
-from dcpjax.openai.response import response_body
+from dcpjax.openai.response import error_body, response_body
 
 RECORD_START = b'{"id": "batch_req_'  # every record begins with it
 _ID = re.compile(rf"batch_req_([1-9]\d{{0,9}})_([0-9a-f]{{{2 * FINGERPRINT_BYTES}}})")
@@ -30,14 +30,15 @@ class RecordSummary(NamedTuple):
     is_error: bool
 
 
-def result_record(request: BatchRequest, output: RequestOutput, *, model: str, created: int) -> dict[str, Any]:
-    """The record of a request that was run; an error record if any of its completions failed."""
-    if output.error is not None:
-        return error_record(
-            request.line, request.fingerprint, request.custom_id, message=output.error, code="engine_error"
-        )
+def result_record(
+    request: BatchRequest, outputs: Sequence[RequestOutput], *, model: str, created: int
+) -> dict[str, Any]:
+    """The record of a request that was run, from the result of each of its prompts; an error if a completion failed."""
+    failed = next((output.error for output in outputs if output.error is not None), None)
+    if failed is not None:
+        return error_record(request.line, request.fingerprint, request.custom_id, message=failed, code="engine_error")
     name = f"{request.line}_{request.fingerprint}"
-    body = response_body(request.body, output, name=name, model=model, created=created)
+    body = response_body(request.body, outputs, name=name, model=model, created=created)
     return {
         "id": f"batch_req_{name}",
         "custom_id": request.custom_id,
@@ -49,11 +50,13 @@ def result_record(request: BatchRequest, output: RequestOutput, *, model: str, c
 def error_record(
     line: int, fingerprint: str, custom_id: str | None, *, message: str, code: str = "invalid_request"
 ) -> dict[str, Any]:
-    name = f"{line}_{fingerprint}"
+    """`error` also names the line; the body is the one that OpenAI's API answers such a request with."""
+    name, status = f"{line}_{fingerprint}", STATUS_CODES.get(code, 400)
+    body = error_body(message, code=code, status=status)
     return {
         "id": f"batch_req_{name}",
         "custom_id": custom_id,
-        "response": {"status_code": STATUS_CODES.get(code, 400), "request_id": f"req_{name}", "body": None},
+        "response": {"status_code": status, "request_id": f"req_{name}", "body": body},
         "error": {"code": code, "message": message, "line": line},
     }
 

@@ -13,6 +13,7 @@ from typing import Any
 from dcpjax.api.checks import check_option_names, option_names
 from dcpjax.api.config import EngineConfig
 from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.api.vllm_options import ENGINE, SAMPLING, without_neutral
 from dcpjax.jobs.answered_lines import AnsweredLines, count_lines
 from dcpjax.jobs.job import BatchDefaults, BatchEngineProtocol, BatchJob
 from dcpjax.jobs.lines import LineReader
@@ -57,6 +58,7 @@ def run_batch(
         ValueError: a mistake in the options, or an output that exists without `resume` or `overwrite`.
         OutputError: the output cannot be written; what is done is kept.
     """
+    options = without_neutral(options, {**ENGINE, **SAMPLING})
     names = {kind: option_names(kind) for kind in (BatchOptions, EngineConfig, SamplingParams)}
     check_option_names(options, [name for listed in names.values() for name in listed])
     batch, engine, sampling = (
@@ -178,6 +180,9 @@ class _NoEngine:
         raise AssertionError(f"line {key} has its answer already")
 
     def advance(self) -> list[Any]:
+        return []
+
+    def drop_waiting(self) -> list[int]:
         return []
 
     def abort(self) -> None:

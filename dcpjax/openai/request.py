@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dcpjax.api.checks import check_option_names
-from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.api.sampling_params import MAX_N, SamplingParams
 from dcpjax.api.structured_outputs import StructuredOutputsParams
 from dcpjax.openai.json_text import short_field, short_json
 from dcpjax.openai.response_format import BODY_OPTIONS, from_body
+from dcpjax.openai.tools import DemandedCall, read_tools
 
 Kind = Literal["chat", "completion"]
 KIND_OF_URL: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
@@ -39,14 +40,34 @@ SAMPLING_OPTIONS = (  # fields of SamplingParams under the same name
     "skip_special_tokens",
     "include_stop_str_in_output",
     "prompt_logprobs",
+    "logprob_token_ids",
+    "truncate_prompt_tokens",
 )
-IGNORED_OPTIONS = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+IGNORED_OPTIONS = (
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+# Variables of the chat template under the same name, which templates of models that know them read.
+TEMPLATE_OPTIONS = {
+    "reasoning_effort": ("none", "minimal", "low", "medium", "high", "xhigh"),
+    "verbosity": ("low", "medium", "high"),
+}
+MAX_PROMPTS = 2048
 # Accepted only at the value that changes nothing.
 UNSUPPORTED_OPTIONS: dict[str, Any] = {
     "best_of": 1,
     "length_penalty": 1.0,
     "modalities": ["text"],
-    "parallel_tool_calls": True,
+    "return_token_ids": False,
+    "return_tokens_as_token_ids": False,
+    "spaces_between_special_tokens": True,
     "stream": False,
     "suffix": "",
     "use_beam_search": False,
@@ -61,6 +82,7 @@ _COMMON = (
     "logprobs",
     "cache_salt",
     "priority",
+    "stream_options",
 )
 OPTIONS: dict[Kind, tuple[str, ...]] = {
     "chat": (
@@ -70,6 +92,8 @@ OPTIONS: dict[Kind, tuple[str, ...]] = {
         "top_logprobs",
         "tools",
         "tool_choice",
+        "parallel_tool_calls",
+        *TEMPLATE_OPTIONS,
         "chat_template_kwargs",
         "add_generation_prompt",
         "continue_final_message",
@@ -84,19 +108,28 @@ class BodyError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestBody:
-    """A checked body. `messages` is set for a chat, `prompt` (text or token ids) for a completion."""
+    """A checked body. `messages` is set for a chat, `prompt` for a completion: a text, token ids or a list of these."""
 
     kind: Kind
     sampling: SamplingParams
     messages: Sequence[Mapping[str, Any]] | None = None
-    prompt: str | Sequence[int] | None = None
+    prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
+    demanded_call: DemandedCall | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     priority: int = 0
     cache_salt: str | None = None
     echo: bool = False
+    generates: bool = True  # False for max_tokens=0: the one token that is sampled is not shown
+
+    @property
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """The prompts of a completion."""
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
+            return [self.prompt]  # pyright: ignore[reportReturnType]
+        return self.prompt  # pyright: ignore[reportReturnType]
 
 
 def read_body(
@@ -115,15 +148,27 @@ def read_body(
     options = {name: value for name, value in body.items() if value is not None}
     check_option_names(options, OPTIONS[kind])
     _check_unsupported(options, place)
+    _check_stream_options(options)
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS[kind], **(defaults or {}), **_sampling(kind, options)}
-    read = _chat if kind == "chat" else _completion
-    return RequestBody(
+    read = _chat(options, sampling) if kind == "chat" else _completion(options, sampling)
+    made = RequestBody(
         kind=kind,
         sampling=SamplingParams.from_options(sampling),
         priority=_typed(options, "priority", int, "an integer", 0),
         cache_salt=_cache_salt(options),
-        **read(options),
+        **read,
     )
+    _check_completions(made)
+    return made
+
+
+def _check_completions(body: RequestBody) -> None:
+    prompts, n = len(body.prompts), body.sampling.n
+    if prompts * n > MAX_N:
+        raise BodyError(
+            f"prompt must ask for at most {MAX_N:,} completions, but asks for {prompts:,} times n={n:,}; "
+            "use several requests"
+        )
 
 
 def _check_unsupported(options: Mapping[str, Any], place: str) -> None:
@@ -134,11 +179,20 @@ def _check_unsupported(options: Mapping[str, Any], place: str) -> None:
             )
 
 
+def _check_stream_options(options: Mapping[str, Any]) -> None:
+    """Answers here are whole and always tell their usage, so that these options change nothing."""
+    given = _typed(options, "stream_options", dict, "an object", {})
+    if not all(isinstance(value, bool | None) for value in given.values()):
+        raise BodyError("stream_options must hold true or false, but holds something else; leave it out")
+
+
 def _sampling(kind: Kind, options: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of SamplingParams that the options set."""
     fields = {name: options[name] for name in SAMPLING_OPTIONS if name in options}
     fields |= _max_tokens(options)
     fields |= _chat_logprobs(options) if kind == "chat" else _completion_logprobs(options)
+    if "logprob_token_ids" in fields and not fields.get("logprobs"):
+        fields.pop("logprobs", None)
     if "logit_bias" in options:
         fields["logit_bias"] = _logit_bias(options["logit_bias"])
     return fields | _structured_outputs(options)
@@ -181,56 +235,76 @@ def _structured_outputs(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"structured_outputs": StructuredOutputsParams(**arguments)}
 
 
-def _chat(options: Mapping[str, Any]) -> dict[str, Any]:
+def _chat(options: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a chat; a demanded tool call is added to `sampling` as the structure of the answer."""
     messages = options.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BodyError(f"messages must be a list of at least one message, but is {short_field(options, 'messages')}")
     continues = _typed(options, "continue_final_message", bool, "true or false", False)
     if continues and options.get("add_generation_prompt"):
         raise BodyError("add_generation_prompt must be false when continue_final_message is true, but is true")
+    tools, call = read_tools(options)
+    if call is not None:
+        _demand(call, sampling)
+    kwargs = _typed(options, "chat_template_kwargs", dict, "an object", {})
     return {
         "messages": messages,
-        "tools": _tools(options),
-        "chat_template_kwargs": _typed(options, "chat_template_kwargs", dict, "an object", {}),
+        "tools": tools,
+        "demanded_call": call,
+        "chat_template_kwargs": {**_template_variables(options), **kwargs},
         "add_generation_prompt": _typed(options, "add_generation_prompt", bool, "true or false", not continues),
         "continue_final_message": continues,
     }
 
 
-def _tools(options: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """The tools that the chat template is given. Tool calls are not parsed out of answers, so none can be required."""
-    tools = _typed(options, "tools", list, "a list", [])
-    choice = options.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise BodyError(f"tool_choice must be 'auto' or 'none', but is {short_json(choice)}; use 'auto'")
-    if not all(isinstance(tool, dict) for tool in tools):
-        raise BodyError("tools must be a list of objects, but holds something else")
-    return tools if tools and choice == "auto" else None
+def _demand(call: DemandedCall, sampling: dict[str, Any]) -> None:
+    if "structured_outputs" in sampling:
+        raise BodyError(
+            "tool_choice must be 'auto' or 'none' beside a structure such as response_format, but demands a call; "
+            "leave one out"
+        )
+    sampling["structured_outputs"] = StructuredOutputsParams(json=call.schema())
 
 
-def _completion(options: Mapping[str, Any]) -> dict[str, Any]:
-    prompt = _prompt(options)
+def _template_variables(options: Mapping[str, Any]) -> dict[str, str]:
+    for name, values in TEMPLATE_OPTIONS.items():
+        if options.get(name, values[0]) not in values:
+            raise BodyError(f"{name} must be one of {', '.join(values)}, but is {short_json(options[name])}")
+    return {name: options[name] for name in TEMPLATE_OPTIONS if name in options}
+
+
+def _completion(options: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a completion; what `echo` and `max_tokens` 0 need is added to `sampling`."""
     echo = _typed(options, "echo", bool, "true or false", False)
-    if echo and not isinstance(prompt, str):
-        raise BodyError("echo must come with a text, but the prompt is token ids; leave it out")
-    if echo and "logprobs" in options:
-        raise BodyError("echo must not come with logprobs, but does; use prompt_logprobs instead of echo")
-    return {"prompt": prompt, "echo": echo}
+    if echo and sampling.get("logprobs") is not None:
+        sampling.setdefault("prompt_logprobs", sampling["logprobs"])
+    if echo and "logprob_token_ids" in sampling:
+        raise BodyError("echo must not come with logprob_token_ids, but does; use logprobs")
+    generates = sampling["max_tokens"] != 0 or isinstance(sampling["max_tokens"], bool)
+    if not generates:
+        sampling |= {"max_tokens": 1, "temperature": 0}
+    return {"prompt": _prompt(options), "echo": echo, "generates": generates}
 
 
-def _prompt(options: Mapping[str, Any]) -> str | list[int]:
-    """One text or one list of token ids, alone or as the only entry of a list, as OpenAI allows."""
+def _prompt(options: Mapping[str, Any]) -> Any:
+    """One prompt, or a list of at least two."""
     prompt = options.get("prompt")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise BodyError(
-                f"prompt must be one prompt, but is a list of {len(prompt)}; give each a request of its own"
-            )
-        prompt = prompt[0]
+    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
+        return _single_prompt(prompt, short_field(options, "prompt"))
+    if len(prompt) > MAX_PROMPTS:
+        raise BodyError(
+            f"prompt must be at most {MAX_PROMPTS:,} prompts, but is a list of {len(prompt):,}; "
+            "give others a request of their own"
+        )
+    prompts = [_single_prompt(one, short_json(one)) for one in prompt]
+    return prompts if len(prompts) > 1 else prompts[0]
+
+
+def _single_prompt(prompt: Any, shown: str) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-        raise BodyError(f"prompt must be a text or a list of token ids, but is {short_field(options, 'prompt')}")
+        raise BodyError(f"prompt must be a text or a list of token ids, but is {shown}")
     return prompt
 
 

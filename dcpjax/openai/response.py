@@ -1,6 +1,6 @@
-"""A result -> the response body of OpenAI's API: choices, log-probabilities and usage, with vLLM's additions."""
+"""Results -> the response body of OpenAI's API: choices, log-probabilities and usage, with vLLM's additions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dcpjax.api.outputs import CompletionOutput, RequestOutput
@@ -13,26 +13,32 @@ LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON has no 
 
 
 def response_body(
-    request: RequestBody, output: RequestOutput, *, name: str, model: str, created: int
+    request: RequestBody, outputs: Sequence[RequestOutput], *, name: str, model: str, created: int
 ) -> dict[str, Any]:
     """The body that answers `request`.
 
     Args:
+        outputs: one for each of the request's prompts; one for a chat.
         name: follows `chatcmpl-` or `cmpl-` in the body's id.
         model: what the body calls the model.
         created: Unix time in seconds.
     """
-    make = _chat_body if request.kind == "chat" else _completion_body
-    return {**make(request, output, name), "created": created, "model": model, "usage": _usage(output)}
+    body = _chat_body(request, outputs[0], name) if request.kind == "chat" else _completion_body(request, outputs, name)
+    return {**body, "created": created, "model": model, "usage": _usage(request, outputs)}
+
+
+def error_body(message: str, *, code: str, status: int) -> dict[str, Any]:
+    """The body that answers a request which failed with this HTTP status."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def _chat_body(request: RequestBody, output: RequestOutput, name: str) -> dict[str, Any]:
     choices = [
         {
             "index": completion.index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            **_message(request, completion, f"call_{name}_{completion.index}"),
             "logprobs": _chat_logprobs(request, completion),
-            "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
         for completion in output.outputs
@@ -40,29 +46,50 @@ def _chat_body(request: RequestBody, output: RequestOutput, name: str) -> dict[s
     return {"id": f"chatcmpl-{name}", "object": "chat.completion", "choices": choices, **_prompt_logprobs(output)}
 
 
-def _completion_body(request: RequestBody, output: RequestOutput, name: str) -> dict[str, Any]:
-    prefix = str(request.prompt) if request.echo else ""
+def _message(request: RequestBody, completion: CompletionOutput, id_start: str) -> dict[str, Any]:
+    """The message and why it ended. As with OpenAI, a call of a named function ends with "stop"."""
+    message = {"role": "assistant", "content": completion.text, "refusal": None}
+    demanded, reason = request.demanded_call, completion.finish_reason
+    calls = demanded.read(completion.text, id_start) if demanded else None
+    if calls is not None:
+        message |= {"content": None, "tool_calls": calls}
+        reason = "tool_calls" if demanded and demanded.name is None and reason == "stop" else reason
+    return {"message": message, "finish_reason": reason}
+
+
+def _completion_body(request: RequestBody, outputs: Sequence[RequestOutput], name: str) -> dict[str, Any]:
+    """Every prompt has n choices, which follow those of the prompt before."""
     choices = [
         {
-            "index": completion.index,
-            "text": prefix + completion.text,
-            "logprobs": _completion_logprobs(request, completion),
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
-            **_prompt_logprobs(output),
+            "index": place * request.sampling.n + completion.index,
+            "text": prefix + (completion.text if request.generates else ""),
+            "logprobs": _completion_logprobs(request, output, completion, prefix),
+            "finish_reason": completion.finish_reason if request.generates else "length",
+            "stop_reason": completion.stop_reason if request.generates else None,
+            **({} if request.echo and request.sampling.logprobs is not None else _prompt_logprobs(output)),
         }
+        for place, (output, prefix) in enumerate(zip(outputs, _prefixes(request, outputs), strict=True))
         for completion in output.outputs
     ]
     return {"id": f"cmpl-{name}", "object": "text_completion", "choices": choices}
 
 
-def _usage(output: RequestOutput) -> dict[str, Any]:
-    prompt, new = len(output.prompt_token_ids), sum(len(completion.token_ids) for completion in output.outputs)
+def _prefixes(request: RequestBody, outputs: Sequence[RequestOutput]) -> Iterator[str]:
+    """What comes before the text of each prompt's completions: the prompt itself, if it is to be echoed."""
+    for prompt, output in zip(request.prompts, outputs, strict=True):
+        text = prompt if isinstance(prompt, str) else output.prompt or ""
+        yield text if request.echo else ""
+
+
+def _usage(request: RequestBody, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    new = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    new = new if request.generates else 0
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
     }
 
 
@@ -80,40 +107,60 @@ def _chat_logprobs(request: RequestBody, completion: CompletionOutput) -> dict[s
 
 
 def _chat_token(token: int, entry: "Logprob") -> dict[str, Any]:
-    text = _token_text(token, entry)
-    return {"token": text, "logprob": _finite(entry.logprob), "bytes": list(text.encode("utf-8", "replace"))}
+    text, data = _token_text(token, entry), entry.token_bytes
+    spelled = text.encode("utf-8", "replace") if data is None else data
+    return {"token": text, "logprob": _finite(entry.logprob), "bytes": list(spelled)}
 
 
-def _completion_logprobs(request: RequestBody, completion: CompletionOutput) -> dict[str, Any] | None:
+def _completion_logprobs(
+    request: RequestBody, output: RequestOutput, completion: CompletionOutput, prefix: str
+) -> dict[str, Any] | None:
+    """Of the new tokens, after those of the prompt if it is echoed; the first of a prompt has none."""
     if completion.logprobs is None:
         return None
-    pairs = list(zip(completion.token_ids, completion.logprobs, strict=True))
-    tokens = [_token_text(token, logprobs[token]) for token, logprobs in pairs]
+    pairs: list[tuple[int, Mapping[int, Logprob] | None]] = []
+    if request.echo:
+        pairs += zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
+    if request.generates:
+        pairs += zip(completion.token_ids, completion.logprobs, strict=True)
+    tokens = [_token_text(token, None if logprobs is None else logprobs[token]) for token, logprobs in pairs]
+    if request.echo:
+        tokens[0] = _first_text(prefix, tokens[: len(output.prompt_token_ids)])
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(logprobs[token].logprob) for token, logprobs in pairs],
-        "top_logprobs": [
-            {_token_text(token, entry): _finite(entry.logprob) for token, entry in _most_likely(request, logprobs)}
-            for _, logprobs in pairs
-        ],
-        "text_offset": _offsets(tokens),
+        "token_logprobs": [logprobs and _finite(logprobs[token].logprob) for token, logprobs in pairs],
+        "top_logprobs": [logprobs and _top_logprobs(request, logprobs) for _, logprobs in pairs],
+        "text_offset": _offsets(tokens, [logprobs and logprobs[token] for token, logprobs in pairs]),
     }
 
 
-def _offsets(tokens: Sequence[str]) -> list[int]:
-    """Characters before each token."""
+def _top_logprobs(request: RequestBody, logprobs: "Mapping[int, Logprob]") -> dict[str, float]:
+    return {_token_text(token, entry): _finite(entry.logprob) for token, entry in _most_likely(request, logprobs)}
+
+
+def _first_text(prompt: str, tokens: Sequence[str]) -> str:
+    """The text of a prompt's first token: what the others leave of the prompt, which may be nothing."""
+    others = "".join(tokens[1:])
+    return prompt.removesuffix(others) if prompt.endswith(others) else tokens[0]
+
+
+def _offsets(tokens: Sequence[str], entries: "Sequence[Logprob | None]") -> list[int]:
+    """Characters of the text before each token. A token that adds no bytes to the text is not in it."""
     offset, offsets = 0, []
-    for token in tokens:
+    for token, entry in zip(tokens, entries, strict=True):
         offsets.append(offset)
-        offset += len(token)
+        offset += 0 if entry is not None and entry.token_bytes == b"" else len(token)
     return offsets
 
 
 def _most_likely(request: RequestBody, logprobs: "Mapping[int, Logprob]") -> "list[tuple[int, Logprob]]":
-    """As many of the most likely tokens as the request asks for; -1 asks for the whole vocabulary.
+    """As many of the most likely tokens as the request asks for, or those it names; -1 asks for the whole vocabulary.
 
     `logprobs` also holds the token that was sampled, which may be one more.
     """
+    named = request.sampling.logprob_token_ids
+    if named is not None:
+        return [(token, logprobs[token]) for token in named if token in logprobs]
     count = request.sampling.logprobs or 0
     ranked = sorted(logprobs.items(), key=lambda item: -_finite(item[1].logprob))
     return ranked if count < 0 else ranked[:count]
@@ -134,8 +181,8 @@ def _by_token_id(logprobs: "Mapping[int, Logprob]") -> dict[str, Any]:
     }
 
 
-def _token_text(token: int, entry: "Logprob") -> str:
-    return f"token_id:{token}" if entry.decoded_token is None else entry.decoded_token
+def _token_text(token: int, entry: "Logprob | None") -> str:
+    return f"token_id:{token}" if entry is None or entry.decoded_token is None else entry.decoded_token
 
 
 def _finite(logprob: float) -> float:

@@ -79,7 +79,7 @@ def inspect_model(model: str, devices: Sequence[int] = (1, 2, 4, 8)) -> Inspecti
         quantisation=quantisation or _gguf_quantisation(header, stored),
         vocabulary=_folder_vocabulary(files.path) if header is None else _gguf_vocabulary(header),
         generation=_generation(files),
-        end_tokens=_end_tokens(files),
+        end_tokens=files.end_token_ids(_folder_eos(files.path) if header is None else None),
         parameters=parameters,
         parameters_per_token=per_token,
         kv_dtype=kv_dtype,
@@ -237,6 +237,15 @@ def _generation(files: ModelFiles) -> dict[str, Any]:
     return {name: files.generation_config[name] for name in names if files.generation_config.get(name) is not None}
 
 
-def _end_tokens(files: ModelFiles) -> list[int]:
-    found = files.generation_config.get("eos_token_id", files.config.get("eos_token_id"))
-    return found if isinstance(found, list) else [] if found is None else [found]
+def _folder_eos(folder: Path) -> int | None:
+    """The id of the end token that tokenizer_config.json names; a GGUF file's is in its config."""
+    written = _optional_json(folder / "tokenizer.json")
+    token = _optional_json(folder / "tokenizer_config.json").get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    added = {entry.get("content"): entry.get("id") for entry in written.get("added_tokens") or ()}
+    known = (written.get("model") or {}).get("vocab")
+    return added.get(token, known.get(token) if isinstance(known, dict) else None)
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from dcpjax.checkpoint.hub import cache_folder
+from dcpjax.runtime.program_files import remove_old_parts, write_programs_whole
 
 
 def ensure_devices(count: int) -> None:
@@ -54,5 +55,7 @@ def keep_compiled_programs(choice: bool | str | os.PathLike[str]) -> None:
             f"compilation_cache must be a folder that can be written, but {folder} is not ({error.strerror}); "
             f"name another, or use False to keep no compiled programs"
         ) from error
+    remove_old_parts(folder)
+    write_programs_whole()
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # reading a small one is quicker too

@@ -11,6 +11,7 @@ import numpy as np
 from dcpjax.engine.scheduler import Scheduled
 from dcpjax.runtime.batch import Batch, ShapeBuckets, padded
 from dcpjax.sampling.bucket_size import bucket_size
+from dcpjax.sampling.known_tokens import KnownTokens
 from dcpjax.sampling.sampler import SamplingBatch
 from dcpjax.sampling.scoring import shared_num_logprobs
 
@@ -26,13 +27,20 @@ class SampledRows:
     options: SamplingBatch
 
     @classmethod
-    def of(cls, step: Sequence[Scheduled], batch: Batch, shapes: ShapeBuckets, vocab_size: int) -> "SampledRows | None":
-        """None if no request is at its newest token."""
+    def of(
+        cls,
+        step: Sequence[Scheduled],
+        batch: Batch,
+        shapes: ShapeBuckets,
+        vocab_size: int,
+        known: KnownTokens | None = None,
+    ) -> "SampledRows | None":
+        """None if no request is at its newest token. `known`: see `SamplingBatch.build`."""
         rows = sampled_entries(step)
         if not rows:
             return None
         size = shapes.rows(len(rows))
-        options = SamplingBatch.build([step[row].request for row in rows], size, vocab_size)
+        options = SamplingBatch.build([step[row].request for row in rows], size, vocab_size, known)
         return cls(padded(np.asarray(batch.last)[rows], size, fill=0), options)
 
 

@@ -63,7 +63,7 @@ class MeshModel:
         if engine.load_format == "dummy":
             return dummy_weights(self.weight_specs(), self.place, engine.seed)
         names = decoder.weight_names(self.config)
-        return load_weights(self.weight_specs(), names, files.tensors(), self.place, progress=progress)
+        return load_weights(self.config, self.weight_specs(), names, files.tensors(), self.place, progress=progress)
 
 
 def lay_out(files: ModelFiles, engine: EngineConfig) -> MeshModel:

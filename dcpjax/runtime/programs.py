@@ -24,6 +24,7 @@ from dcpjax.models import decoder
 from dcpjax.models.attention.work import Runtime
 from dcpjax.models.config import ModelConfig
 from dcpjax.runtime.batch import Batch
+from dcpjax.sampling.known_tokens import KnownIds
 from dcpjax.sampling.sampler import Sampled, SamplingBatch, sample
 from dcpjax.sampling.scoring import Logprobs, score
 from dcpjax.sharding.rules import Placement
@@ -106,12 +107,22 @@ def sample_next(
 
 
 def score_prompt(
-    head: Any, hidden: jax.Array, targets: jax.Array, num_logprobs: int, *, config: ModelConfig, place: Placement
+    head: Any,
+    hidden: jax.Array,
+    targets: jax.Array,
+    num_logprobs: int,
+    known: KnownIds | None,
+    *,
+    config: ModelConfig,
+    place: Placement,
 ) -> Logprobs:
-    """hidden [n, M] -> the log-probabilities of `targets` [n], the prompt tokens that follow."""
+    """hidden [n, M] -> the log-probabilities of `targets` [n], the prompt tokens that follow.
+
+    `known`: the ids that may be listed; None: all.
+    """
     with jax.named_scope("logits"):
         logits = decoder.logits(head, hidden, config, place)
-    return score(logits, targets, num_logprobs)
+    return score(logits, targets, num_logprobs, known)
 
 
 def copy_blocks(cache: Any, sources: jax.Array, targets: jax.Array) -> Any:

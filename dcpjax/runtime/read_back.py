@@ -8,7 +8,7 @@ from dcpjax.engine.result import StepResult, TokenScores
 from dcpjax.engine.scheduler import Scheduled
 from dcpjax.runtime.logit_rows import sampled_entries, scored_tokens
 from dcpjax.sampling.sampler import Sampled
-from dcpjax.sampling.scoring import Logprobs
+from dcpjax.sampling.scoring import Logprobs, NamedScores
 
 
 def read_back(
@@ -23,13 +23,18 @@ def read_back(
     rows = sampled_entries(step)
     tokens = np.zeros(len(step), np.int32)
     is_finite = np.ones(len(step), np.bool_) if finite is None else np.array(finite[: len(step)])
+    possible = None
     if sampled is not None:
         tokens[rows], is_finite[rows] = sampled.tokens[: len(rows)], sampled.finite[: len(rows)]
+        if sampled.possible is not None:
+            possible = np.ones(len(step), np.bool_)
+            possible[rows] = sampled.possible[: len(rows)]
     return StepResult(
         tokens=tokens.tolist(),
         finite=is_finite.tolist(),
         scores=_scores_of_samples(step, rows, sampled),
         prompt_scores=_scores_of_prompts(step, prompt_scores),
+        possible=None if possible is None else possible.tolist(),
     )
 
 
@@ -40,8 +45,11 @@ def _scores_of_samples(
         return None
     found: list[TokenScores | None] = [None] * len(step)
     for index, row in enumerate(rows):
-        if step[row].request.params.logprobs is not None:
-            found[row] = _token_scores(int(sampled.tokens[index]), sampled.logprobs, index)
+        params = step[row].request.params
+        if params.scores_tokens:
+            scores = _token_scores(int(sampled.tokens[index]), sampled.logprobs, index)
+            named = params.logprob_token_ids
+            found[row] = scores if named is None else _with_named(scores, named, sampled.named, index)
     return found
 
 
@@ -57,10 +65,18 @@ def _scores_of_prompts(step: Sequence[Scheduled], scores: Logprobs | None) -> li
 
 
 def _token_scores(token: int, scores: Logprobs, row: int) -> TokenScores:
+    listed = np.asarray(scores.top[row]) > -np.inf  # the others belong to no token
     return TokenScores(
         token,
         float(scores.chosen[row]),
         int(scores.rank[row]),
-        np.asarray(scores.top_ids[row]).tolist(),
-        np.asarray(scores.top[row]).tolist(),
+        np.asarray(scores.top_ids[row])[listed].tolist(),
+        np.asarray(scores.top[row])[listed].tolist(),
     )
+
+
+def _with_named(scores: TokenScores, ids: Sequence[int], named: NamedScores | None, row: int) -> TokenScores:
+    """The scores with the tokens `ids` instead of the most likely ones."""
+    assert named is not None
+    logprobs, ranks = (np.asarray(values[row, : len(ids)]).tolist() for values in (named.logprobs, named.rank))
+    return scores._replace(top_ids=ids, top_logprobs=logprobs, top_ranks=ranks)

@@ -25,6 +25,7 @@ from dcpjax.runtime.memory import Sizes, resolve_sizes, table_width
 from dcpjax.runtime.model import MeshModel, lay_out
 from dcpjax.runtime.programs import Programs, head_weights, padded_pairs
 from dcpjax.runtime.read_back import read_back
+from dcpjax.sampling.known_tokens import KnownTokens
 from dcpjax.sampling.sampler import Sampled
 from dcpjax.sampling.scoring import Logprobs
 
@@ -74,6 +75,7 @@ class Runner:
         self.latest = self._no_tokens()  # each seat's newest token
         self.shapes = _shape_buckets(model, sizes)
         self.programs = Programs(model.config, model.runtime, self.cache)
+        self.known: KnownTokens | None = None  # the ids that are sampled and listed; None: all
         self.compile_times = CompileTimes()
         self._compiled: set[ProgramKey] = set()
         _runners.add(self)
@@ -87,10 +89,14 @@ class Runner:
         """Spent on compiling and on reading kept programs, since the first step."""
         return self.compile_times.seconds
 
+    def restrict(self, known: np.ndarray) -> None:
+        """From now on sample and list only ids in known [V] bool. Other programs compile for that."""
+        self.known = None if known.all() else KnownTokens.on(self.model.place.sharding(), known)
+
     def launch(self, step: Sequence[Scheduled]) -> LaunchedStep:
         """Start a step and return at once with what it will have sampled."""
         batch = build(step, self.shapes, self.geometry)
-        sampled_rows = SampledRows.of(step, batch, self.shapes, self.model.config.vocab_size)
+        sampled_rows = self._sampled_rows(step, batch)
         scored_tokens = ScoredTokens.of(step, self.model.config.vocab_size)
         if not self._compiled.issuperset(_keys(batch, sampled_rows, scored_tokens)):
             self._compile(step, batch.tokens.size)
@@ -112,7 +118,7 @@ class Runner:
     def programs_of(self, step: Sequence[Scheduled]) -> dict[ProgramKey, Callable[[], Any]]:
         """What compiles each program of a step without running it. Later calls of that shape find it compiled."""
         batch = build(step, self.shapes, self.geometry)
-        rows = SampledRows.of(step, batch, self.shapes, self.model.config.vocab_size)
+        rows = self._sampled_rows(step, batch)
         scored = ScoredTokens.of(step, self.model.config.vocab_size)
         keys = _keys(batch, rows, scored)
         programs, forward = dict[ProgramKey, Callable[[], Any]](), self.programs.forward
@@ -125,7 +131,8 @@ class Runner:
         if scored is not None:
             gathered, program = self._hidden(scored.indices.size), self.programs.score
             programs[next(keys)] = bind(_compile, self.programs.gather, hidden, scored.indices)
-            programs[next(keys)] = bind(_compile, program, head, gathered, scored.targets, scored.num_logprobs)
+            known = None if self.known is None else self.known.ids
+            programs[next(keys)] = bind(_compile, program, head, gathered, scored.targets, scored.num_logprobs, known)
         return programs
 
     def copy_programs(self) -> dict[ProgramKey, Callable[[], Any]]:
@@ -164,6 +171,9 @@ class Runner:
         if pairs:
             self.cache = self.programs.copy(self.cache, *padded_pairs(pairs, self.sizes.num_blocks))
 
+    def _sampled_rows(self, step: Sequence[Scheduled], batch: Batch) -> SampledRows | None:
+        return SampledRows.of(step, batch, self.shapes, self.model.config.vocab_size, self.known)
+
     def _sample(self, hidden: jax.Array, rows: SampledRows) -> Sampled:
         gathered = self.programs.gather(hidden, rows.indices)
         sampled, self.latest = self.programs.sample(head_weights(self.weights), gathered, self.latest, rows.options)
@@ -171,7 +181,8 @@ class Runner:
 
     def _score(self, hidden: jax.Array, tokens: ScoredTokens) -> Logprobs:
         gathered = self.programs.gather(hidden, tokens.indices)
-        return self.programs.score(head_weights(self.weights), gathered, tokens.targets, tokens.num_logprobs)
+        known = None if self.known is None else self.known.ids
+        return self.programs.score(head_weights(self.weights), gathered, tokens.targets, tokens.num_logprobs, known)
 
     def _compile(self, step: Sequence[Scheduled], tokens: int) -> None:
         """Compile what a step of a new shape runs, and beside it the decodes that follow: they are needed next."""

@@ -23,11 +23,7 @@ def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> tu
         if not spellings:
             raise ValueError(f"bad_words must hold words of at least one token, but {word!r} has none; leave it out")
         found.update(dict.fromkeys(spellings))
-    return tuple(ids for ids in found if not any(_is_proper_suffix(other, ids) for other in found))
-
-
-def _is_proper_suffix(suffix: WordIds, ids: WordIds) -> bool:
-    return len(ids) > len(suffix) and ids[-len(suffix) :] == suffix
+    return tuple(ids for ids in found if not any(ids[start:] in found for start in range(1, len(ids))))
 
 
 def completing_tokens(words: Sequence[WordIds], output_token_ids: Sequence[int]) -> Iterator[int]:

@@ -5,8 +5,7 @@ package compiles and follows the grammar; this file gives it the bytes that `Tok
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,10 @@ from dcpjax.checkpoint.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-KINDS = tuple(field.name for field in fields(StructuredOutputsParams))
 # Between the elements of a JSON text. Bounded here, because some models generate whitespace without end.
 WHITESPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+COMPACT = {"whitespace_flexible": False}
+MAX_BLANK = 128  # tokens of white space in a row, while nothing else can come, before a text ends
 MAX_REASON = 200  # characters of llguidance's message quoted in an error
 NO_EXTENSION = "NoExtension"  # begins llguidance's message if the text is incomplete and no token can extend it
 COMPILED_GRAMMARS = 16  # kept, because the prompts of a batch often share a grammar
@@ -44,40 +44,45 @@ class GuideMaker:
         self._library = _llguidance()
         vocabulary = _Vocabulary(tokenizer, vocab_size, ends)
         self._vocabulary = self._library.LLTokenizer(vocabulary, eos_token=ends)
-        self._leading = vocabulary.leading
-        self._mask_words = -(-vocab_size // 32)
+        leading = tokenizer.leading()
+        self._leading = leading.character * leading.count
+        self._blank = _words((*vocabulary.blank(), *ends), vocab_size)
         self._compiled = lru_cache(COMPILED_GRAMMARS)(self._compile)
 
-    def make(self, spec: StructuredOutputsParams) -> "Guide":
-        r"""A guide at the start of a text. Raises ValueError for a spec that is invalid or that no text can follow.
+    def make(self, spec: StructuredOutputsParams, leading: str | None = None) -> "Guide":
+        r"""A guide at the start of the generated text.
+
+        `leading` is what the detokenizer still strips from the start, by default as where there is no prompt. Raises
+        ValueError for a spec that is invalid or that no text can follow.
 
         Regular expressions have the syntax of Rust's regex crate and must match the whole text; `\d` matches any
         Unicode digit.
         """
-        kind = next(name for name in KINDS if getattr(spec, name) is not None)
-        compiled = self._compiled(kind, self._grammar(kind, getattr(spec, kind)))
-        return Guide(compiled.deep_copy(), self._mask_words, kind)
+        self._check_pattern(spec.whitespace_pattern)
+        compiled = self._compiled(spec.kind, self._grammar(spec, self._leading if leading is None else leading))
+        return Guide(compiled.deep_copy(), self._blank, spec.kind)
 
-    def _grammar(self, kind: str, value: Any) -> str:
+    def _check_pattern(self, pattern: str | None) -> None:
+        """Refuse a white space pattern that is no regular expression, by its own name."""
+        matcher = self._library.LLMatcher
+        if pattern and (message := matcher.validate_grammar(matcher.grammar_from_regex(pattern))):
+            raise _refusal("whitespace_pattern", message)
+
+    def _grammar(self, spec: StructuredOutputsParams, leading: str) -> str:
         """The grammar in the JSON form that llguidance reads, the same for every kind."""
         try:
-            return json.dumps({"grammars": self._after_leading(self._rule(kind, value))}, allow_nan=False)
+            return json.dumps({"grammars": _after_leading(leading, self._rule(spec))}, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise _refusal(kind, str(error)) from error
+            raise _refusal(spec.kind, str(error)) from error
 
-    def _after_leading(self, guided: dict[str, Any]) -> list[dict[str, Any]]:
-        """Put the characters that the tokenizer strips from the start of a text (often a space) before the grammar."""
-        if not self._leading:
-            return [guided]
-        return [{"lark_grammar": f"start: {json.dumps(self._leading)} @guided"}, guided | {"name": "guided"}]
-
-    def _rule(self, kind: str, value: Any) -> dict[str, Any]:
+    def _rule(self, spec: StructuredOutputsParams) -> dict[str, Any]:
         """The user's constraint as one llguidance grammar."""
-        match kind:
+        value = getattr(spec, spec.kind)
+        match spec.kind:
             case "json":
-                return {"json_schema": _schema(value)}
+                return {"json_schema": _schema(value, spec)}
             case "json_object":
-                return {"json_schema": _schema({"type": "object"})}
+                return {"json_schema": _schema({"type": "object"}, spec)}
             case "regex":
                 return json.loads(self._library.LLMatcher.grammar_from_regex(value))["grammars"][0]
             case "choice":
@@ -99,10 +104,16 @@ class Guide:
     It advances with sampled tokens only, so it stays valid when a preempted request's cache is computed again.
     """
 
-    def __init__(self, matcher: "LLMatcher", mask_words: int, kind: str) -> None:
-        """`mask_words` is the length of a mask; `kind` is the option the user gave (json, regex ...), for errors."""
+    def __init__(self, matcher: "LLMatcher", blank: np.ndarray, kind: str) -> None:
+        """A guide at the start of a text.
+
+        Args:
+            blank: the mask of all tokens that are white space or end a sequence.
+            kind: the option the user gave (json, regex ...), for errors.
+        """
         self._matcher = matcher
-        self._mask_words = mask_words
+        self._blank = blank
+        self._num_blank = 0  # tokens in a row that had to be white space
         self._kind = kind
         self._mask: np.ndarray | None = None
 
@@ -114,20 +125,29 @@ class Guide:
         """
         if self._mask is None:
             # llguidance's mask can be a word longer.
-            self._mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32, self._mask_words)
+            self._mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32, len(self._blank))
             self._check()
         return self._mask
 
     def advance(self, token_id: int) -> None:
-        """Advance by the sampled token. Raises ValueError if the mask did not allow it."""
+        """Advance by the sampled token. Raises ValueError if the mask did not allow it, or if only white space has
+        been possible for long and the text is not complete.
+        """
+        self._num_blank = 0 if (self.mask() & ~self._blank).any() else self._num_blank + 1
         self._mask = None
         self._matcher.consume_token(token_id)
         self._check()
+        if self._num_blank >= MAX_BLANK and not self.is_finished:
+            raise ValueError(
+                f"the text must follow {self._kind}, but only white space can come next, and has for {MAX_BLANK} "
+                f"tokens; use a {self._kind} that bounds white space and that the tokenizer can spell"
+            )
 
     @property
     def is_finished(self) -> bool:
-        """Whether the text is complete: only an end-of-sequence token may follow."""
-        return self._matcher.is_stopped() and not self._matcher.is_error()
+        """Whether the text is complete: only an end-of-sequence token may follow, or endless white space."""
+        stays_blank = self._num_blank >= MAX_BLANK and self._matcher.is_accepting()
+        return (self._matcher.is_stopped() or stays_blank) and not self._matcher.is_error()
 
     def _check(self) -> None:
         # After an error, llguidance's mask allows the end of the sequence, so it must not be used.
@@ -146,8 +166,6 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
-        leading = tokenizer.leading()
-        self.leading = leading.character * leading.count
         self.eos_token_id = ends[0]
         self.tokens = [tokenizer.piece(token_id) for token_id in range(vocab_size)]
         # Special tokens add no text: they are allowed only where the grammar names them.
@@ -159,6 +177,10 @@ class _Vocabulary:
         }
         self._ids = {piece: token_id for token_id, piece in self._pieces.items()}
         self._longest = max(map(len, self._ids), default=0)
+
+    def blank(self) -> Iterator[int]:
+        """The tokens that are white space."""
+        return (token_id for token_id, piece in self._pieces.items() if not piece.strip())
 
     def __call__(self, text: str) -> list[int]:
         """Tokens of a text that the grammar forces. llguidance relies on them spelling exactly this text."""
@@ -182,10 +204,28 @@ class _Vocabulary:
         return next((rest[:size] for size in sizes if rest[:size] in self._ids), b"")
 
 
-def _schema(value: str | Mapping[str, Any]) -> dict[str, Any]:
+def _after_leading(leading: str, guided: dict[str, Any]) -> list[dict[str, Any]]:
+    """Put the characters that decoding strips from the start of a text (often a space) before the grammar."""
+    if not leading:
+        return [guided]
+    return [{"lark_grammar": f"start: {json.dumps(leading)} @guided"}, guided | {"name": "guided"}]
+
+
+def _words(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """[ceil(V / 32)] uint32: a bit for each of the tokens."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    bits[list(token_ids)] = True
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def _schema(value: str | Mapping[str, Any], spec: StructuredOutputsParams) -> dict[str, Any]:
     schema = json.loads(value) if isinstance(value, str) else value
     if not isinstance(schema, Mapping):
         raise ValueError(f"a JSON schema must be an object, but is {schema!r}")
+    if spec.disable_any_whitespace or spec.whitespace_pattern == "":
+        return {**schema, "x-guidance": COMPACT}
+    if spec.whitespace_pattern is not None:
+        return {**schema, "x-guidance": {"whitespace_pattern": spec.whitespace_pattern}}
     return {"x-guidance": WHITESPACE, **schema}
 
 

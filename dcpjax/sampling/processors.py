@@ -11,6 +11,7 @@ import numpy as np
 from dcpjax.sampling.sampler_arrays import Bias, Penalties, Truncation
 
 CANDIDATES = 256  # best tokens in which top-k and top-p look first; finding them takes 0.2 ms of a row of 49,152
+LARGEST = np.finfo(np.float32).max
 FLOAT_BITS = 31  # of a float32 without its sign
 KEEP_ALL = np.int32(2**31 - 1)  # a threshold above the bits of every gap
 
@@ -18,6 +19,17 @@ KEEP_ALL = np.int32(2**31 - 1)  # a threshold above the bits of every gap
 def apply_allowed_tokens(logits: jax.Array, allowed: jax.Array) -> jax.Array:
     """logits [B, V] with -inf for every token whose bit in allowed [B, ceil(V / 32)] uint32 is 0."""
     return jnp.where(_unpack_bits(allowed, logits.shape[1]), logits, -jnp.inf)
+
+
+def apply_known_tokens(logits: jax.Array, known: jax.Array) -> jax.Array:
+    """logits [B, V] with -inf for every id that is not in known [V] bool."""
+    return jnp.where(known[None, :], logits, -jnp.inf)
+
+
+def apply_bans(logits: jax.Array, banned: jax.Array) -> jax.Array:
+    """logits [B, V] with -inf at each row's ids banned [B, n], padded with -1."""
+    rows = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[rows, _padding_past_end(banned, logits.shape[1])].set(-jnp.inf, mode="drop")
 
 
 def apply_bias(logits: jax.Array, bias: Bias) -> jax.Array:
@@ -40,9 +52,15 @@ def apply_penalties(logits: jax.Array, penalties: Penalties, newest: jax.Array) 
     counts = counts.at[rows, _padding_past_end(newest, vocab_size)].add(1, mode="drop")
     repetition = penalties.repetition[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where((counts > 0) | _unpack_bits(penalties.prompt, vocab_size), repeated, logits)
-    logits -= penalties.frequency[:, None] * counts.astype(jnp.float32)
-    return logits - penalties.presence[:, None] * (counts > 0).astype(jnp.float32)
+    penalized = jnp.where((counts > 0) | _unpack_bits(penalties.prompt, vocab_size), repeated, logits)
+    penalized -= penalties.frequency[:, None] * counts.astype(jnp.float32)
+    penalized -= penalties.presence[:, None] * (counts > 0).astype(jnp.float32)
+    return _within_range(penalized, logits)
+
+
+def apply_temperature(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """logits [B, V] divided by each row's temperature [B]; 0 leaves a row as it is."""
+    return _within_range(logits / jnp.where(temperature > 0, temperature, 1.0)[:, None], logits)
 
 
 def apply_truncation(logits: jax.Array, truncation: Truncation) -> jax.Array:
@@ -143,6 +161,15 @@ def _weight_below(bits: jax.Array, weight: jax.Array, threshold: jax.Array) -> j
 def _ordered_bits(gap: jax.Array) -> jax.Array:
     """The bit patterns of non-negative float32 values as int32, which have the same order as the values."""
     return jax.lax.bitcast_convert_type(jnp.abs(gap), jnp.int32)
+
+
+def _within_range(result: jax.Array, logits: jax.Array) -> jax.Array:
+    """`result` [B, V] of arithmetic on `logits`: -inf exactly where `logits` is, finite elsewhere.
+
+    A banned token stays banned (-inf divided by a large temperature can be NaN, since XLA multiplies by a reciprocal
+    that is rounded to 0), and what overflows is not taken for banned.
+    """
+    return jnp.where(logits == -jnp.inf, -jnp.inf, jnp.clip(result, -LARGEST, LARGEST))
 
 
 def _unpack_bits(packed: jax.Array, vocab_size: int) -> jax.Array:

@@ -12,6 +12,7 @@ import numpy as np
 from dcpjax.engine.request import Request
 from dcpjax.sampling.bad_words import completing_tokens
 from dcpjax.sampling.bucket_size import bucket_size
+from dcpjax.sampling.known_tokens import KnownTokens
 from dcpjax.sampling.token_counts import TokenCounts
 from dcpjax.sharding import struct
 
@@ -44,7 +45,7 @@ class Truncation:
 
 @struct.dataclass
 class Bias:
-    """Values added to the logits of some tokens; -inf bans a token. Rows are padded to the same number of biases."""
+    """Values added to the logits of some tokens. Rows are padded to the same number of biases."""
 
     # [B, biases] int32, host: token ids, -1 for padding
     ids: jax.Array
@@ -105,17 +106,26 @@ def build_truncation(requests: Sequence[Request], num_rows: int, vocab_size: int
 
 
 def build_bias(requests: Sequence[Request], num_rows: int) -> Bias | None:
-    """The biases of logit_bias, and -inf for the tokens that min_tokens and bad_words ban."""
-    biases = [(request.params.bias_arrays, _banned_tokens(request)) for request in requests]
-    width = bucket_size(max((len(ids) + len(banned) for (ids, _), banned in biases), default=0), smallest=4)
+    biases = [request.params.bias_arrays for request in requests]
+    width = bucket_size(max((len(ids) for ids, _ in biases), default=0), smallest=4)
     if not width:
         return None
     all_ids, all_values = np.full((num_rows, width), -1, np.int32), np.zeros((num_rows, width), np.float32)
-    for row, ((ids, values), banned) in enumerate(biases):
-        count, end = len(ids), len(ids) + len(banned)
-        all_ids[row, :count], all_values[row, :count] = ids, values
-        all_ids[row, count:end], all_values[row, count:end] = banned, -np.inf
+    for row, (ids, values) in enumerate(biases):
+        all_ids[row, : len(ids)], all_values[row, : len(ids)] = ids, values
     return Bias(all_ids, all_values)  # type: ignore[arg-type]
+
+
+def build_banned(requests: Sequence[Request], num_rows: int) -> jax.Array | None:
+    """The tokens that min_tokens and bad_words ban, [B, banned] int32, -1 for padding."""
+    every = [_banned_tokens(request) for request in requests]
+    width = bucket_size(max(map(len, every), default=0), smallest=4)
+    if not width:
+        return None
+    ids = np.full((num_rows, width), -1, np.int32)
+    for row, banned in enumerate(every):
+        ids[row, : len(banned)] = banned
+    return ids  # type: ignore[return-value]
 
 
 def _banned_tokens(request: Request) -> list[int]:
@@ -123,15 +133,28 @@ def _banned_tokens(request: Request) -> list[int]:
     too_early = request.num_generated < request.params.min_tokens
     if not too_early and not request.bad_words:
         return []
-    banned = set(request.end_token_ids) if too_early else set()
+    banned = set(request.end_token_ids) if too_early and not _must_end(request) else set()
     if request.bad_words:
         assert not request.num_in_flight or all(len(word) == 1 for word in request.bad_words), "a token is unknown"
         banned.update(completing_tokens(request.bad_words, request.output_token_ids))
     return sorted(banned)
 
 
-def build_allowed(requests: Sequence[Request], num_rows: int, vocab_size: int) -> jax.Array | None:
-    """The tokens that allowed_token_ids and the grammar both allow, as packed bits [B, ceil(V / 32)] uint32."""
+def _must_end(request: Request) -> bool:
+    """Whether the grammar's text is complete: then it ends, whatever min_tokens says."""
+    if request.guide is None:
+        return False
+    left = np.array(request.guide.mask())
+    for token in request.end_token_ids:
+        if token < 32 * len(left):
+            left[token // 32] &= ~np.uint32(1 << token % 32)
+    return not left.any()
+
+
+def build_allowed(
+    requests: Sequence[Request], num_rows: int, vocab_size: int, known: KnownTokens | None
+) -> jax.Array | None:
+    """The known tokens that allowed_token_ids and the grammar both allow, as packed bits [B, ceil(V / 32)] uint32."""
     restricted = [
         (row, request)
         for row, request in enumerate(requests)
@@ -139,14 +162,27 @@ def build_allowed(requests: Sequence[Request], num_rows: int, vocab_size: int) -
     ]
     if not restricted:
         return None
-    allowed = np.full((num_rows, _num_words(vocab_size)), 2**32 - 1, np.uint32)
+    allowed = np.empty((num_rows, _num_words(vocab_size)), np.uint32)
+    allowed[:] = 2**32 - 1 if known is None else known.words
     for row, request in restricted:
         if request.params.allowed_token_ids is not None:
-            allowed[row] = _to_words(request.params.allowed_bits, vocab_size)
+            allowed[row] &= _to_words(request.params.allowed_bits, vocab_size)
         if request.guide is not None:
             assert not request.num_in_flight, "a guide must have seen every token"
             allowed[row] &= request.guide.mask()
     return allowed  # type: ignore[return-value]
+
+
+def build_named(requests: Sequence[Request], num_rows: int) -> jax.Array | None:
+    """The tokens of `logprob_token_ids` [B, n] int32, padded to the same number."""
+    named = [request.params.logprob_token_ids or () for request in requests]
+    width = bucket_size(max(map(len, named), default=0), smallest=4)
+    if not width:
+        return None
+    ids = np.full((num_rows, width), -1, np.int32)
+    for row, tokens in enumerate(named):
+        ids[row, : len(tokens)] = tokens
+    return ids  # type: ignore[return-value]
 
 
 def build_penalties(requests: Sequence[Request], num_rows: int, vocab_size: int) -> Penalties | None:

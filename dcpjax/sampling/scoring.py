@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dcpjax.sampling.bucket_size import bucket_size
+from dcpjax.sampling.known_tokens import KnownIds
 from dcpjax.sharding import struct
 
 
@@ -23,6 +24,16 @@ class Logprobs:
     top: jax.Array
 
 
+@struct.dataclass
+class NamedScores:
+    """Log-probabilities of tokens that the user named, of each row of a step."""
+
+    # [B, n] float32: in the order in which they were named; padding holds anything
+    logprobs: jax.Array
+    # [B, n] int32: how many tokens are at least as likely
+    rank: jax.Array
+
+
 def shared_num_logprobs(requested: Iterable[int | None], vocab_size: int) -> int | None:
     """One num_logprobs that is enough for all requests: None, 0, 1, 4, 16 ..., or -1 for the whole vocabulary.
 
@@ -36,10 +47,24 @@ def shared_num_logprobs(requested: Iterable[int | None], vocab_size: int) -> int
     return -1 if bucketed >= vocab_size else bucketed
 
 
-def score(logits: jax.Array, tokens: jax.Array, num_logprobs: int) -> Logprobs:
-    """logits [T, V] float32, tokens [T] int32 (-1 for padding) -> log-probabilities of them and of the most likely."""
+def score(logits: jax.Array, tokens: jax.Array, num_logprobs: int, known: KnownIds | None = None) -> Logprobs:
+    """logits [T, V] float32, tokens [T] int32 (-1 for padding) -> log-probabilities of them and of the most likely.
+
+    Probabilities are the model's own, over all V. Ids that are not `known` have no rank; where they are
+    among the most likely, because too few others are left, their log-probability is -inf.
+    """
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)
-    rank = jnp.sum(logprobs >= chosen, axis=-1, dtype=jnp.int32)
-    top, top_ids = jax.lax.top_k(logprobs, logits.shape[1] if num_logprobs == -1 else num_logprobs)
+    listed = logprobs if known is None else jnp.where(known.mask[None], logprobs, -jnp.inf)
+    rank = jnp.sum(listed >= chosen, axis=-1, dtype=jnp.int32)
+    top, top_ids = jax.lax.top_k(listed, logits.shape[1] if num_logprobs == -1 else num_logprobs)
     return Logprobs(chosen[:, 0], rank, top_ids, top)
+
+
+def score_named(logits: jax.Array, ids: jax.Array, known: KnownIds | None = None) -> NamedScores:
+    """logits [B, V] float32, ids [B, n] int32 (-1 for padding) -> log-probabilities and ranks of these tokens."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    found = jnp.take_along_axis(logprobs, jnp.maximum(ids, 0), axis=-1)
+    listed = logprobs if known is None else jnp.where(known.mask[None], logprobs, -jnp.inf)
+    rank = jnp.sum(listed[:, None, :] >= found[:, :, None], axis=-1, dtype=jnp.int32)
+    return NamedScores(found, rank)

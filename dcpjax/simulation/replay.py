@@ -4,7 +4,6 @@ The engine's own metrics hold wall-clock times of this machine, so times on the 
 """
 
 from array import array
-from collections.abc import Sequence
 from itertools import count
 
 from dcpjax.api.outputs import RequestMetrics
@@ -81,15 +80,15 @@ class Replay:
                 decode_tokens=decodes,
                 found_tokens=counters.prefix_hits - hits,
                 preempted=counters.preemptions - preemptions,
-                lacks_blocks=self._lacks_blocks(scheduler.waiting),
+                lacks_blocks=self._lacks_blocks(scheduler.waiting.first()),
             )
         )
 
-    def _lacks_blocks(self, waiting: Sequence[Request]) -> bool:
+    def _lacks_blocks(self, first: Request | None) -> bool:
         """Whether the first waiting request, new or preempted, needs more blocks than are free."""
-        if not waiting:
+        if first is None:
             return False
-        return self.engine.runner.geometry.blocks(waiting[0].num_tokens) > self.engine.blocks.num_free
+        return self.engine.runner.geometry.blocks(first.num_tokens) > self.engine.blocks.num_free
 
     def _record_token(self, request: Request) -> None:
         metrics, now = self.metrics[request.number], self.clock.now

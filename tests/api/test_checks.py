@@ -25,8 +25,15 @@ REFUSED = [
     (checks.check_choice, ("c", ("a", "b")), "x must be one of a, b, but is 'c'"),
     (checks.check_strings, ("a",), "x must be a list of strings, but is 'a'; use ['a']"),
     (checks.check_strings, (["a", ""],), "x must hold non-empty strings, but holds ''"),
-    (checks.checked_token_ids, ("12",), "x must be a list of token ids, but is '12'"),
-    (checks.checked_token_ids, ([2**31],), f"x must be at most {2**31 - 1}, but is {2**31}; use {2**31 - 1}"),
+    (checks.check_strings, (["a", "b", "c"], 2), "x must hold at most 2 strings, but holds 3; use 2 or fewer"),
+    (
+        checks.check_strings,
+        (["a", "bcd"], 2, 2),
+        "x must hold strings of at most 2 characters, but one has 3; shorten it",
+    ),
+    (checks.checked_token_ids, (range(10**12), 9), "x must hold at most 9 token ids, but holds more; use 9 or fewer"),
+    (checks.checked_token_ids, ("12", 9), "x must be a list of token ids, but is '12'"),
+    (checks.checked_token_ids, ([2**31], 9), f"x must be at most {2**31 - 1}, but is {2**31}; use {2**31 - 1}"),
 ]
 
 
@@ -52,7 +59,7 @@ def test_open_low_leaves_out_the_lower_end():
 
 
 def test_token_ids_of_numpy_become_plain_integers():
-    found = checked_token_ids("x", np.array([3, 4]))
+    found = checked_token_ids("x", np.array([3, 4]), 2)
     assert found == (3, 4)
     assert [type(token) for token in found] == [int, int]
 

@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import SingleDeviceSharding
 
 from dcpjax.api.logprobs import Logprob, to_logprobs
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.request import Request
+from dcpjax.sampling.known_tokens import KnownTokens
 from dcpjax.sampling.sampler import SamplingBatch, sample
 from dcpjax.sampling.scoring import score, shared_num_logprobs
 
@@ -82,6 +84,20 @@ def test_sampled_tokens_are_scored_by_the_logits_as_they_came(options):
     np.testing.assert_array_equal(sampled.logprobs.top_ids, np.argsort(-logits, axis=1)[:, :4])
 
 
+def test_ids_that_no_token_has_count_for_probabilities_alone():
+    logits, known = random_logits(5), np.ones(VOCAB, bool)
+    known[[int(logits[0].argmax()), 3]] = False
+    tokens = np.full(4, int(np.flatnonzero(known)[0]), np.int32)
+    found, expected = (
+        scored(logits, tokens, -1, KnownTokens.on(SingleDeviceSharding(jax.devices()[0]), known).ids),
+        log_softmax(logits),
+    )
+    np.testing.assert_allclose(found.chosen, expected[range(4), tokens], atol=1e-5)
+    np.testing.assert_array_equal(found.rank, ((logits >= logits[range(4), tokens][:, None]) & known).sum(1))
+    np.testing.assert_array_equal(found.top_ids[:, :-2], np.argsort(np.where(known, -logits, np.inf), 1)[:, :-2])
+    np.testing.assert_array_equal(found.top[:, -2:], -np.inf)
+
+
 def test_the_number_of_scores_is_one_of_few():
     shared = partial(shared_num_logprobs, vocab_size=100)
     assert [shared([count]) for count in (None, 0, 1, 2, 4, 5, 16, 20, 64)] == [None, 0, 1, 4, 4, 16, 16, 64, 64]
@@ -127,7 +143,7 @@ def test_of_equally_likely_tokens_each_has_the_rank_of_its_place():
 
 
 def test_entries_are_plain_numbers_and_text_comes_from_the_caller():
-    for token, entry in as_dict(11, 2, decode=lambda token: f"<{token}>").items():
+    for token, entry in as_dict(11, 2, spell=lambda token: (f"<{token}>", bytes([token]))).items():
         assert (type(token), type(entry.logprob), type(entry.rank)) == (int, float, int)
-        assert entry.decoded_token == f"<{token}>"
-    assert as_dict(11, 2)[11].decoded_token is None
+        assert (entry.decoded_token, entry.token_bytes) == (f"<{token}>", bytes([token]))
+    assert (as_dict(11, 2)[11].decoded_token, as_dict(11, 2)[11].token_bytes) == (None, None)

@@ -1,15 +1,20 @@
 import dataclasses
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
+from dcpjax.api.checks import LARGEST_FLOAT32, LEAST_FLOAT32
 from dcpjax.api.sampling_params import MAX_SEED, SamplingParams
 from dcpjax.api.structured_outputs import StructuredOutputsParams
 
 REFUSED = [
-    ({"temperature": -0.1}, "temperature must be in [0, inf), but is -0.1; use 0"),
-    ({"temperature": math.inf}, "temperature must be in [0, inf), but is inf; use 1"),
+    ({"temperature": -0.1}, "temperature must be in [0, 3.4e+38], but is -0.1; use 0"),
+    ({"temperature": math.inf}, "temperature must be in [0, 3.4e+38], but is inf; use 1"),
+    ({"temperature": 1e39}, "temperature must be in [0, 3.4e+38], but is 1e+39; use 3.4e+38"),
+    ({"temperature": 10**400}, f"temperature must be in [0, 3.4e+38], but is {10**400}; use 3.4e+38"),
+    ({"temperature": Fraction(10**400)}, "temperature must be in [0, 3.4e+38], but is inf; use 1"),
     ({"temperature": math.nan}, "temperature must be a number, but is nan"),
     ({"temperature": "hot"}, "temperature must be a number, but is 'hot'"),
     ({"temperature": True}, "temperature must be a number, but is True"),
@@ -21,6 +26,23 @@ REFUSED = [
     ({"top_k": -2}, "top_k must be at least -1, but is -2; use -1"),
     ({"top_k": 2.0}, "top_k must be an integer, but is 2.0"),
     ({"n": 0}, "n must be at least 1, but is 0; use 1"),
+    ({"n": 10**6}, "n must be at most 16384, but is 1000000; use 16384"),
+    ({"stop": ["a"] * 129}, "stop must hold at most 128 strings, but holds 129; use 128 or fewer"),
+    ({"stop": "a" * 1025}, "stop must hold strings of at most 1024 characters, but one has 1025; shorten it"),
+    ({"bad_words": ["a"] * 1025}, "bad_words must hold at most 1024 strings, but holds 1025; use 1024 or fewer"),
+    ({"bad_words": ["a" * 257]}, "bad_words must hold strings of at most 256 characters, but one has 257; shorten it"),
+    (
+        {"logit_bias": dict.fromkeys(range(1025), 1)},
+        "logit_bias must hold at most 1024 tokens, but holds 1025; use 1024 or fewer",
+    ),
+    (
+        {"stop_token_ids": range(10**12)},
+        "stop_token_ids must hold at most 1024 token ids, but holds more; use 1024 or fewer",
+    ),
+    (
+        {"allowed_token_ids": range(10**12)},
+        "allowed_token_ids must hold at most 1048576 token ids, but holds more; use 1048576 or fewer",
+    ),
     ({"max_tokens": 0}, "max_tokens must be at least 1, but is 0; use 1"),
     ({"max_tokens": -5}, "max_tokens must be at least 1, but is -5; use 1"),
     ({"max_tokens": 3.5}, "max_tokens must be an integer, but is 3.5"),
@@ -37,8 +59,10 @@ REFUSED = [
     ({"presence_penalty": None}, "presence_penalty must be a number, but is None"),
     ({"frequency_penalty": -3}, "frequency_penalty must be in [-2, 2], but is -3; use -2"),
     ({"frequency_penalty": math.nan}, "frequency_penalty must be a number, but is nan"),
-    ({"repetition_penalty": 0}, "repetition_penalty must be in (0, inf), but is 0; use 0.01"),
-    ({"repetition_penalty": math.inf}, "repetition_penalty must be in (0, inf), but is inf; use 1"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be in [1.2e-38, 3.4e+38], but is 0; use 1.2e-38"),
+    ({"repetition_penalty": 1e-40}, "repetition_penalty must be in [1.2e-38, 3.4e+38], but is 1e-40; use 1.2e-38"),
+    ({"repetition_penalty": 1e39}, "repetition_penalty must be in [1.2e-38, 3.4e+38], but is 1e+39; use 3.4e+38"),
+    ({"repetition_penalty": math.inf}, "repetition_penalty must be in [1.2e-38, 3.4e+38], but is inf; use 1"),
     ({"logit_bias": [3]}, "logit_bias must be a mapping from token id to number, but is [3]"),
     ({"logit_bias": {"x": 1}}, "logit_bias must be an integer, but is 'x'"),
     ({"logit_bias": {-1: 1}}, "logit_bias must be at least 0, but is -1; use 0"),
@@ -66,7 +90,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "sentence"), REFUSED, ids=[str(options) for options, _ in REFUSED])
+@pytest.mark.parametrize(("options", "sentence"), REFUSED, ids=[str(options)[:60] for options, _ in REFUSED])
 def test_a_value_out_of_range_is_refused_with_the_nearest_legal_one(options, sentence):
     with pytest.raises(ValueError) as refusal:
         SamplingParams(**options)
@@ -76,6 +100,9 @@ def test_a_value_out_of_range_is_refused_with_the_nearest_legal_one(options, sen
 ALLOWED = [
     {"temperature": 0},
     {"temperature": 100.0},
+    {"temperature": LARGEST_FLOAT32},
+    {"repetition_penalty": LEAST_FLOAT32},
+    {"repetition_penalty": LARGEST_FLOAT32},
     {"top_p": 1e-9},
     {"top_p": 1},
     {"min_p": 0},
@@ -92,14 +119,19 @@ ALLOWED = [
     {"repetition_penalty": 1e-9},
     {"repetition_penalty": 50},
     {"logprobs": -1, "prompt_logprobs": 0},
+    {"n": 16_384},
+    {"stop": [f"{number:01024}" for number in range(128)]},
+    {"bad_words": [f"{number:0256}" for number in range(1024)]},
+    {"logit_bias": dict.fromkeys(range(1024), 1.0), "stop_token_ids": list(range(1024))},
     {"structured_outputs": StructuredOutputsParams(regex="a")},
 ]
 
 
-@pytest.mark.parametrize("options", ALLOWED, ids=str)
+@pytest.mark.parametrize("options", ALLOWED, ids=lambda options: str(options)[:60])
 def test_values_at_the_edge_of_their_range_are_allowed(options):
     params = SamplingParams(**options)
-    assert {name: getattr(params, name) for name in options} == options
+    lists = {name: list(value) if isinstance(value, tuple | range) else value for name, value in options.items()}
+    assert {name: getattr(params, name) for name in options} == lists
 
 
 def test_defaults_are_those_of_vllm():
@@ -124,6 +156,8 @@ def test_defaults_are_those_of_vllm():
         "min_tokens": 0,
         "logprobs": None,
         "prompt_logprobs": None,
+        "logprob_token_ids": None,
+        "truncate_prompt_tokens": None,
         "detokenize": True,
         "skip_special_tokens": True,
         "structured_outputs": None,
@@ -142,12 +176,46 @@ def test_stop_tokens_are_any_sequence_of_ids():
     assert SamplingParams(stop_token_ids=range(3)).stop_tokens == (0, 1, 2)
 
 
-def test_params_are_immutable_and_compare_by_value():
+def test_params_compare_by_value_and_can_be_changed():
     params = SamplingParams(stop=["a"], seed=3)
     assert params == SamplingParams(stop="a", seed=3)
-    assert hash(params) == hash(SamplingParams(stop="a", seed=3))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        params.seed = 4
+    params.seed = 4
+    assert params == SamplingParams(stop="a", seed=4) != SamplingParams(stop="a", seed=3)
+
+
+def test_a_changed_value_is_checked_when_the_params_are_copied():
+    params = SamplingParams(seed=3)
+    params.temperature = -1
+    with pytest.raises(ValueError, match="temperature must be in"):
+        params.clone()
+
+
+def test_an_assignment_to_no_option_is_refused_with_the_nearest():
+    params = SamplingParams()
+    with pytest.raises(ValueError, match="unknown option 'max_token'; did you mean max_tokens"):
+        params.max_token = 4
+    params.best_of = 1
+    with pytest.raises(ValueError, match="best_of must be None or 1, but is 2; use n"):
+        params.best_of = 2
+
+
+def test_a_copy_shares_nothing():
+    params = SamplingParams(stop=["a"], logit_bias={3: 1.0}, allowed_token_ids=[1, 2])
+    copied = params.clone()
+    assert copied == params
+    copied.stop.append("b")
+    copied.logit_bias[4] = 2.0
+    copied.allowed_token_ids.append(3)
+    assert params == SamplingParams(stop=["a"], logit_bias={3: 1.0}, allowed_token_ids=[1, 2])
+    assert copied.clone().allowed_bits != params.allowed_bits
+
+
+def test_lists_are_lists_as_in_vllm():
+    params = SamplingParams(stop=("a",), stop_token_ids=range(2), bad_words=("x",), allowed_token_ids=(1,))
+    lists = params.stop, params.stop_token_ids, params.bad_words, params.allowed_token_ids
+    assert lists == (["a"], [0, 1], ["x"], [1])
+    empty = SamplingParams()
+    assert (empty.stop, empty.stop_token_ids, empty.bad_words) == ([], [], [])
 
 
 def test_a_changed_list_of_stops_does_not_change_the_params():
@@ -172,8 +240,19 @@ def test_biases_are_read_as_json_has_them_and_held_within_their_limits():
     assert (ids.itemsize, values.itemsize) == (4, 4)
 
 
+def test_the_largest_numbers_are_held_within_the_limits_of_a_bias():
+    params = SamplingParams(logit_bias={1: 10**400, 2: -(10**400), 3: math.inf})
+    assert params.logit_bias == {1: 100.0, 2: -100.0, 3: 100.0}
+
+
+def test_numbers_at_the_limits_are_normal_numbers_of_the_device():
+    least, largest = np.float32(LEAST_FLOAT32), np.float32(LARGEST_FLOAT32)
+    assert np.finfo(np.float32).smallest_normal < least
+    assert largest < np.finfo(np.float32).max
+
+
 def test_bad_words_are_kept_once_each():
-    assert SamplingParams(bad_words=["a", "b", "a"]).bad_words == ("a", "b")
+    assert SamplingParams(bad_words=["a", "b", "a"]).bad_words == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from dcpjax.checkpoint.detokenizer import DecodingRule
+from dcpjax.checkpoint.detokenizer import DecodingRule, Detokenizer, Leading
 from dcpjax.checkpoint.tokenizer import Tokenizer
 
 EXAMPLES = 5000 if os.environ.get("HYPOTHESIS_PROFILE") == "full" else 100
@@ -30,6 +30,14 @@ def byte_level() -> Tokenizer:
     backend = Backend(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    return with_added_tokens(backend)
+
+
+def words() -> Tokenizer:
+    """No decoder: tokens are words, with one space between them."""
+    known = ["<unk>", "a", "b", "é", "日本語", "▁a", " "]
+    backend = Backend(models.WordLevel({word: number for number, word in enumerate(known)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return with_added_tokens(backend)
 
 
@@ -65,6 +73,9 @@ TOKENIZERS = {
     "byte level": byte_level(),
     "byte fallback": byte_fallback(llama_decoder()),
     "metaspace": byte_fallback(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
+    "metaspace first": byte_fallback(decoders.Metaspace(prepend_scheme="first")),
+    "metaspace never": byte_fallback(decoders.Metaspace(prepend_scheme="never")),
+    "words": words(),
     "fused": byte_fallback(decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip("a", 3, 0)])),
 }
 
@@ -107,6 +118,69 @@ def check_stream(tokenizer: Tokenizer, ids: list[int], skip: bool) -> None:
 def test_streamed_text_is_the_text_of_all_ids(name, data, skip):
     tokenizer = TOKENIZERS[name]
     check_stream(tokenizer, data.draw(id_streams(tokenizer)), skip)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=EXAMPLES)
+@given(data=st.data(), skip=st.booleans())
+def test_the_text_of_a_prompt_and_of_what_continues_it_is_the_text_of_all_ids(name, data, skip):
+    """Cut anywhere, also within a character, which then belongs to the continuation."""
+    tokenizer = TOKENIZERS[name]
+    ids = data.draw(id_streams(tokenizer))
+    cut = data.draw(st.integers(0, len(ids)))
+    prompt, continuation = tokenizer.detokenizer(skip), tokenizer.detokenizer(skip, ids[:cut])
+    before = "".join(prompt.append(token_id) for token_id in ids[:cut])
+    after = "".join(continuation.append(token_id) for token_id in ids[cut:]) + continuation.finish()
+    assert before + after == tokenizer.decode(ids, skip)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=EXAMPLES)
+@given(data=st.data(), skip=st.booleans())
+def test_spelled_tokens_add_up_to_the_text_and_their_bytes_to_its_bytes(name, data, skip):
+    tokenizer = TOKENIZERS[name]
+    ids = data.draw(id_streams(tokenizer))
+    detokenizer, shown, spelled = tokenizer.detokenizer(skip), [], []
+    for token_id in ids:
+        text, data_of_token = detokenizer.spell(token_id)
+        spelled.append(data_of_token)
+        shown.append(detokenizer.append(token_id))
+        assert text == (tokenizer.piece(token_id).decode() if skip and token_id in tokenizer.special_ids else shown[-1])
+    assert b"".join(spelled).decode("utf-8", "replace") == "".join(shown) + detokenizer.finish()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("text", ["a a", "  a  a ", "a b a b", "é日本 a\n a"])
+def test_a_text_cut_between_any_tokens_reads_as_the_library_decodes_the_whole(name, text):
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    whole = tokenizer.decode(ids)
+    if not name.startswith("metaspace"):  # there the library drops all spaces of the first token
+        assert whole == tokenizer._backend.decode(ids)
+    for cut in range(len(ids)):
+        prompt, continuation = tokenizer.detokenizer(), tokenizer.detokenizer(True, ids[:cut])
+        before = "".join(map(prompt.append, ids[:cut]))
+        assert before + "".join(map(continuation.append, ids[cut:])) == whole
+
+
+def test_a_continuation_keeps_its_space_and_a_first_word_loses_it():
+    tokenizer, space_a = TOKENIZERS["byte fallback"], 3
+    end = tokenizer.encode("<|end|>", add_special_tokens=False)[-1]
+    assert tokenizer.detokenizer(True, []).append(space_a) == "a"
+    assert tokenizer.detokenizer(True, [end]).append(space_a) == "a"
+    assert tokenizer.detokenizer(False, [end]).append(space_a) == " a"
+    assert tokenizer.detokenizer(True, [space_a]).append(space_a) == " a"
+
+
+def test_a_long_prompt_is_not_decoded_for_its_continuation():
+    read = []
+
+    def piece(token_id: int) -> bytes:
+        read.append(token_id)
+        return b" a"
+
+    Detokenizer(piece, Leading(count=1)).follow(range(100_000))
+    assert len(read) <= 10
 
 
 @settings(max_examples=EXAMPLES)

@@ -70,6 +70,43 @@ def test_rope_scaling_is_taken_over(tmp_path):
     assert config_with(tmp_path, **scaling)["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
 
 
+def test_the_bounds_of_yarn_are_taken_over(tmp_path):
+    fields: dict[str, Any] = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
+    fields |= {"llama__rope__scaling__yarn_beta_fast": 16.0, "llama__rope__scaling__yarn_beta_slow": 2.0}
+    scaling = config_with(tmp_path, **fields)["rope_scaling"]
+    assert scaling == {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "neutral"),
+    [
+        ("rope.dimension_count", 4, HIDDEN // HEADS),
+        ("attention.value_length", 4, HIDDEN // HEADS),
+        ("attention.sliding_window", 4096, 0),
+        ("attention.scale", 0.5, 0.0),
+        ("rope.scale_linear", 2.0, 1.0),
+        ("rope.scaling.attn_factor", 2.0, 1.0),
+        ("final_logit_softcapping", 30.0, 0.0),
+        ("residual_scale", 0.2, 1.0),
+    ],
+)
+def test_metadata_that_would_change_the_results_are_refused_by_name(tmp_path, key, value, neutral):
+    config_with(tmp_path, **{f"llama.{key}": neutral})
+    with pytest.raises(ValueError, match=f"llama.{key} of .* must be {neutral!r}, but is {value}"):
+        config_with(tmp_path, **{f"llama.{key}": value})
+
+
+def test_heads_and_tables_of_wrong_kinds_are_sentences(tmp_path):
+    with pytest.raises(ValueError, match=r"num_attention_heads of .* must be one number for all layers, but is 0"):
+        config_with(tmp_path, llama__attention__head_count=0)
+    with pytest.raises(ValueError, match=r"hidden_size of .* must be one number for all layers, but is 'x'"):
+        config_with(tmp_path, llama__embedding_length="x")
+    with pytest.raises(ValueError, match=r"eos_token_id of .* must be a token id, but is \[1, 2\]"):
+        config_with(tmp_path, tokenizer__ggml__eos_token_id=[1, 2])
+    with pytest.raises(ValueError, match=r"its general\.alignment is 'x'"):
+        config_with(tmp_path, general__alignment="x")
+
+
 def test_unknown_rope_scaling_is_refused(tmp_path):
     with pytest.raises(ValueError, match="must be none, linear or yarn, but is 'spiral'"):
         config_with(tmp_path, llama__rope__scaling__type="spiral")

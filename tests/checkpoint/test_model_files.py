@@ -74,6 +74,15 @@ def test_bad_json_names_the_file(folder, name, text):
         open_model(folder)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id"])
+@pytest.mark.parametrize("value", ["2", 1.5, True, -1, 2**70, {}, [None], [[2]], ["2"]])
+def test_token_ids_of_another_type_name_the_entry(folder, name, key, value):
+    (folder / name).write_text(json.dumps({"model_type": "llama", key: value}))
+    with pytest.raises(ValueError, match=f"^{name}: {key} must be a token id or a list of them, but is"):
+        open_model(folder)
+
+
 def test_weights_are_opened_only_on_demand(folder):
     files = open_model(folder)
     with pytest.raises(ValueError, match=r"must hold model\.safetensors"):

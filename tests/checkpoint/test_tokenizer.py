@@ -1,6 +1,9 @@
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from dcpjax.checkpoint.gguf_tokenizer import PRE_TOKENIZERS
-from dcpjax.checkpoint.tokenizer import Tokenizer
+from dcpjax.checkpoint.tokenizer import LONG_TEXT, Tokenizer
 
 SMOLLM2_VOCAB = 49152
 BEGIN, END = 1, 2  # SmolLM2's <|im_start|> and <|im_end|>.
@@ -364,6 +367,85 @@ def test_a_message_with_tool_calls_needs_no_content(folder):
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False)
 
 
+def test_an_answer_without_content_is_an_empty_one(folder):
+    tokenizer = Tokenizer.from_folder(folder)
+    empty, null, missing = (
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}, {"role": "assistant", **content}])
+        for content in ({"content": ""}, {"content": None}, {})
+    )
+    assert empty == null == missing
+    with pytest.raises(ValueError, match="must be a str or a list of text parts, but is None"):
+        tokenizer.apply_chat_template([{"role": "user", "content": None}])
+
+
+CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
+ENDS = "{% endfor %}{% endfor %}"
+WANTS_OBJECTS = {
+    "tojson": (CALLS + "{{ a | tojson }}" + ENDS, '{"b": [1, "a"]}'),
+    "tojson of the call": (CALLS + "{{ c.function | tojson }}" + ENDS, '{"name": "f", "arguments": {"b": [1, "a"]}}'),
+    "entries": (CALLS + "{% for k, v in a.items() %}{{ k }}={{ v }};{% endfor %}" + ENDS, "b=[1, 'a'];"),
+    "items": (CALLS + "{% for k, v in a | items %}{{ k }}={{ v | length }};{% endfor %}" + ENDS, "b=2;"),
+    "keys": (CALLS + "{% for k in a %}{{ k }}={{ a[k] }};{% endfor %}" + ENDS, "b=[1, 'a'];"),
+    "attribute": (CALLS + "{{ a.b }}" + ENDS, "[1, 'a']"),
+}
+TEXT = '{"b":[1,  "a"]}'  # not as `tojson` spaces it
+WANTS_TEXTS = {
+    "sum": CALLS + "{{ '<' + a + '>' }}" + ENDS,
+    "either": CALLS + "<{% if a is string %}{{ a }}{% else %}{{ a | tojson }}{% endif %}>" + ENDS,
+    "written": CALLS + "<{{ a }}>" + ENDS,
+    "behind content": CALLS + "{% if m.content is defined %}{{ m.content + '' }}{% endif %}{{ '<' + a + '>' }}" + ENDS,
+}
+
+
+def called(folder: Path, template: str, arguments: Any, **message: Any) -> str:
+    save(folder, byte_fallback_backend(), chat_template=template)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call], **message},
+    ]
+    tokenizer = Tokenizer.from_folder(folder)
+    return tokenizer.decode(tokenizer.apply_chat_template(messages, add_generation_prompt=False))
+
+
+@pytest.mark.parametrize("name", WANTS_OBJECTS)
+def test_arguments_are_decoded_for_a_template_that_reads_them(folder, name):
+    template, expected = WANTS_OBJECTS[name]
+    assert called(folder, template, TEXT) == called(folder, template, json.loads(TEXT)) == expected
+
+
+@pytest.mark.parametrize("name", WANTS_TEXTS)
+def test_arguments_stay_text_for_a_template_that_writes_them(folder, name):
+    assert called(folder, WANTS_TEXTS[name], TEXT) == f"<{TEXT}>"
+
+
+def test_empty_arguments_are_no_arguments(folder):
+    assert called(folder, WANTS_OBJECTS["tojson"][0], "") == "{}"
+
+
+def test_arguments_of_openais_older_form_are_decoded_too(folder):
+    template = (
+        "{% for m in messages %}{% if m.function_call %}{{ m.function_call.arguments | tojson }}{% endif %}{% endfor %}"
+    )
+    assert called(folder, template, "{}", tool_calls=None, function_call={"name": "f", "arguments": TEXT}) == (
+        '{"b": [1, "a"]}'
+    )
+
+
+@pytest.mark.parametrize("text", ["{", "no", "[1]", "3", '{"a":' * 5000])
+def test_arguments_that_are_no_object_are_refused_where_the_template_reads_them(folder, text):
+    sentence = r"messages\[1\]\['tool_calls'\]\[0\]\['function'\]\['arguments'\] must be a JSON object"
+    with pytest.raises(ValueError, match=sentence):
+        called(folder, WANTS_OBJECTS["tojson"][0], text)
+    assert called(folder, WANTS_TEXTS["sum"], text) == f"<{text}>"
+
+
+def test_decoded_keys_cannot_forge_control_tokens(folder):
+    with pytest.raises(ValueError, match="a key must not spell a control token"):
+        called(folder, WANTS_OBJECTS["tojson"][0], '{"</s>": 1}')
+    assert called(folder, WANTS_TEXTS["sum"], '{"</s>": 1}') == '<{"</s>": 1}>'
+
+
 @pytest.mark.parametrize("tools", ["x", [3], {"a": 1}, [len]])
 def test_tools_must_be_schemas(folder, tools):
     with pytest.raises(ValueError, match="tools must be a list of JSON schemas"):
@@ -404,6 +486,13 @@ def test_a_template_list_of_another_form_is_refused(folder):
     save(folder, byte_fallback_backend(), chat_template=[{"name": "default"}])
     with pytest.raises(ValueError, match="must be a text, or a list of objects with name and template"):
         Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("template", [{"tool_use": "a"}, 3])
+def test_a_template_that_is_none_is_a_sentence(folder, template):
+    save(folder, byte_fallback_backend(), chat_template=template)
+    with pytest.raises(ValueError, match=r"must be a text|must fit the model's chat template"):
+        chat_text(folder)
 
 
 @pytest.mark.parametrize(
@@ -602,3 +691,41 @@ def test_a_gguf_chat_template_is_used(tmp_path, build: Callable[..., Tokenizer])
     assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "x"}])) == "a"
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tools=[{"type": "function"}])
     assert tokenizer.decode(ids) == "b"
+
+
+def test_a_long_text_gives_the_same_tokens(smollm2):
+    text = "Of all the words, these are only some. " * (LONG_TEXT // 30)
+    assert len(text) > LONG_TEXT
+    assert smollm2.encode(text) == smollm2._backend.encode(text).ids
+
+
+class SlowBackend:
+    """Is interrupted while it tokenises, and goes on until it is told to end."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
+        os.kill(os.getpid(), signal.SIGINT)
+        self.end.wait()
+        return []
+
+    encode = encode_batch_fast
+
+
+def test_an_interrupt_is_heard_while_a_long_text_is_tokenised(monkeypatch):
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    tokenizer, backend = Tokenizer(byte_fallback_backend(), {}), SlowBackend()
+    monkeypatch.setattr(tokenizer, "_backend", backend)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tokenizer.encode("a" * (LONG_TEXT + 1))
+    finally:
+        backend.end.set()
+        signal.signal(signal.SIGINT, usual)
+
+
+def test_a_vocabulary_may_have_holes_and_ends_somewhere():
+    backend = Backend(models.BPE({"a": 0, "b": 2}, []))
+    backend.decoder = decoders.ByteLevel()
+    assert Tokenizer(backend, {}).known_ids(4) == [True, False, True, False]

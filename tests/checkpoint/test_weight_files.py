@@ -151,8 +151,18 @@ def test_a_missing_shard_is_named(tmp_path, matrix):
 def test_a_tensor_that_its_shard_lacks_is_named(tmp_path, matrix):
     write_shards(tmp_path, a={"x": matrix})
     write_index(tmp_path, {"x": "a.safetensors", "y": "a.safetensors"})
+    source = SafetensorsSource(tmp_path)
+    assert set(source.names()) == {"x"}
     with pytest.raises(ValueError, match=r"a\.safetensors holds the tensor y, but it does not"):
-        SafetensorsSource(tmp_path)
+        source.shape("y")
+
+
+def test_tensors_that_the_index_leaves_out_are_there(tmp_path, matrix):
+    write_shards(tmp_path, a={"x": matrix, "y": matrix + 1}, b={"z": matrix})
+    write_index(tmp_path, {"x": "a.safetensors", "z": "b.safetensors"})
+    source = SafetensorsSource(tmp_path)
+    assert set(source.names()) == {"x", "y", "z"}
+    np.testing.assert_array_equal(source.read("y", (slice(0, 1),)), matrix[:1] + 1)
 
 
 def test_an_unknown_tensor_gets_the_nearest_names(tmp_path, matrix):

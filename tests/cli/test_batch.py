@@ -1,9 +1,11 @@
 import json
 import os
+import queue
 import random
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -85,7 +87,7 @@ def test_a_signal_lets_running_requests_finish_and_tells_how_to_go_on(tmp_path, 
         assert ended.stderr.splitlines()[-1] == (
             f"dcpjax: stopped. to go on: dcpjax batch --resume in -o out --max-in-flight {WINDOW}"
         )
-        assert "stopping: requests that run may finish; once more to stop at once" in ended.stderr
+        assert "stopping: requests that run may finish within 3 s; once more to stop at once" in ended.stderr
         before, finished = finished, done(tmp_path)
         assert finished[: len(before)] == before
         assert sorted(map(str, finished)) == sorted((tmp_path / "diary").read_text().split())
@@ -102,6 +104,18 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path, number, code):
     assert (
         ended.stderr.splitlines()[-1]
         == "dcpjax: stopped. to go on: dcpjax batch --resume in -o out --grace-seconds 1000"
+    )
+    assert len(done(tmp_path)) < 30
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_compilation_does_not_hold_up_the_end(tmp_path, number, code):
+    plan = {"signal": number, "signal_at_step": 4, "compiles": True}
+    ended = run(tmp_path, plan, *lines(tmp_path, 30), "--grace-seconds", "0.1")
+    assert ended.returncode == code, ended.stderr
+    assert (
+        ended.stderr.splitlines()[-1]
+        == "dcpjax: stopped. to go on: dcpjax batch --resume in -o out --grace-seconds 0.1"
     )
     assert len(done(tmp_path)) < 30
 
@@ -123,6 +137,17 @@ def test_a_signal_before_the_model_is_open_ends_the_process_at_once():
     assert (codes, stop.requested(), stop.exit_code) == ([143], True, 130)
     stop._handle(signal.SIGINT)
     assert codes == [143, 130]
+
+
+def test_what_comes_after_a_stopped_job_does_not_hold_up_the_end_either():
+    """As JAX may, which waits at the end of a process for the step that runs."""
+    codes = queue.SimpleQueue[int]()
+    with StopOnSignal(advice="", leave=codes.put) as stop:
+        stop.requested()
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stop.requested():
+            time.sleep(0.01)
+    assert codes.get(timeout=60) == 143
 
 
 def test_signals_are_given_back_when_the_job_is_over():

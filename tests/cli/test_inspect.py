@@ -143,16 +143,16 @@ def test_tokenizer_template_and_generation_defaults_are_told(capsys, folder):
         folder(
             tokenizer={
                 "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}},
-                "added_tokens": [{"content": "b"}, {"content": "<e>"}],
+                "added_tokens": [{"content": "b"}, {"content": "<e>", "id": 7}],
             },
-            tokenizer_config={"chat_template": "{{ messages }}"},
+            tokenizer_config={"chat_template": "{{ messages }}", "eos_token": {"content": "<e>"}},
             generation_config={"temperature": 0.6, "top_k": 20, "do_sample": True, "eos_token_id": [1, 2]},
         ),
     )
     assert found["tokenizer"] == {"kind": "BPE", "size": 3}
     assert found["chat_template"] is True
     assert found["generation_config"] == {"temperature": 0.6, "top_k": 20}
-    assert found["eos_token_ids"] == [1, 2]
+    assert found["eos_token_ids"] == [1, 2, 7]
 
 
 def test_a_template_in_a_file_of_its_own_is_found_and_unigram_pieces_are_counted(capsys, folder, tmp_path):

@@ -719,7 +719,7 @@ def test_a_request_that_ended_in_the_step_cut_short_has_ended():
         running.step()
     running.recover()
     assert one.output_token_ids == alone([1, 2], 2)
-    assert running.scheduler.waiting == [other]
+    assert list(running.scheduler.waiting) == [other]
     finish(running)
     assert other.output_token_ids == alone([3, 4], 3)
 

@@ -630,7 +630,7 @@ def check_step(plan: Scheduler, step: Sequence[Scheduled]) -> None:
     assert all(entry.count > 0 for entry in step)
     assert len({entry.request.number for entry in step}) == len(step)
     for queue in (plan.running, plan.waiting):
-        assert queue == sorted(queue, key=lambda each: each.order)
+        assert list(queue) == sorted(queue, key=lambda each: each.order)
     counts = plan.tokens_per_rank()
     assert max(counts) - min(counts) <= plan.geometry.interleave * len(plan.running)
 
@@ -681,10 +681,19 @@ def test_blocks_fill_the_ranks_evenly(seed, split):
 
 
 def test_a_step_that_also_decodes_is_no_larger_than_the_pace_says_and_one_that_does_not_is():
-    prefill_budget = PrefillBudget(tokens=64, max_step_tokens=8)
+    prefill_budget = PrefillBudget(tokens=64, step_sizes=(8,))
     limits = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, prefill_budget=prefill_budget)
     plan = Scheduler(BlockManager(100), CacheGeometry(block_size=BLOCK), limits)
     add(plan, 3, 40)
     assert shown(advance(plan)) == [(0, 0, 3), (1, 0, 40)]  # nobody decodes yet
     plan.add(request(2, 50))
     assert shown(advance(plan)) == [(0, 3, 1), (1, 40, 1), (2, 0, 6)]
+
+
+def test_a_step_that_also_decodes_is_as_large_as_its_prompt_can_fill():
+    """A prompt advances by whole tiles of 4 until the last, and by one at least."""
+    prefill_budget = PrefillBudget(tokens=32, cost_per_position=0.1, step_sizes=(9, 17), tile=4)
+    plan = scheduler(budget=64, prefill_budget=prefill_budget)
+    decoding(plan, 1)
+    plan.add(request(1, 78))
+    assert [advance(plan)[-1].count for _ in range(15)] == [16, 8, 8, *[4] * 11, 2]

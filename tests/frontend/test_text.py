@@ -89,10 +89,20 @@ def test_no_more_is_held_back_than_may_become_a_stop(pieces, stops):
 @given(st.lists(LETTERS, min_size=1, max_size=8), LETTERS, STOPS, st.integers(0, 8))
 def test_stops_count_only_once_min_tokens_have_passed(pieces, rest, stops, min_tokens):
     given_out, made = stream(pieces, rest, stop=stops, min_tokens=min_tokens)
-    early = "".join(pieces[: max(0, min_tokens - 1)])
+    early = "".join(pieces[:min_tokens])
     whole = "".join([*pieces, rest])
-    expected = naive(whole, stops, False, len(early)) if len(pieces) >= min_tokens else (whole, None)
+    expected = naive(whole, stops, False, len(early)) if len(pieces) > min_tokens or not min_tokens else (whole, None)
     assert ("".join(given_out), made.stop_reason) == expected
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text"), [(0, "a"), (1, "a"), (2, "axb"), (3, "axbxc"), (4, "axbxc"), (5, "axbxcx")]
+)
+def test_a_stop_string_ends_the_text_in_the_first_token_in_which_the_end_could_come(min_tokens, text):
+    """With min_tokens=2 that is the third token, as in vLLM."""
+    pieces, made = stream(["a", "x", "bx", "c", "x"], stop="x", min_tokens=min_tokens)
+    assert "".join(pieces) == made.text == text
+    assert made.stopped == (min_tokens < 5)
 
 
 @st.composite
@@ -119,8 +129,9 @@ def test_text_of_split_characters_equals_a_naive_search_of_the_whole(data, token
     """The stream is fed to the end, past any stop: nothing of a stop or behind it may come out."""
     whole = b"".join(tokens).decode("utf-8", "replace")
     stops = data.draw(stops_for(whole))
-    early = codecs.getincrementaldecoder("utf-8")("replace").decode(b"".join(tokens[: max(0, min_tokens - 1)]))
-    expected = naive(whole, stops, include, len(early)) if len(tokens) >= min_tokens else (whole, None)
+    early = codecs.getincrementaldecoder("utf-8")("replace").decode(b"".join(tokens[:min_tokens]))
+    counts = len(tokens) > min_tokens or not min_tokens
+    expected = naive(whole, stops, include, len(early)) if counts else (whole, None)
     params = SamplingParams(stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens, max_tokens=None)
     made = TextStream(Detokenizer(lambda token_id: tokens[token_id], Leading(count=0)), params)
     given_out = ""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletion
 from small_models import character_model
 
 from dcpjax.api.sampling_params import SamplingParams
@@ -78,6 +79,84 @@ def test_records_are_what_the_library_gives(tmp_path, engine):
     )
 
 
+def test_a_list_of_prompts_gives_what_each_gives_alone(tmp_path, engine):
+    greedy = {"temperature": 0, "max_tokens": 6}
+    prompts = ["abc", "xyz", "hello"]
+    run(tmp_path, engine, {"prompt": prompts, "n": 2, **greedy}, *({"prompt": prompt, **greedy} for prompt in prompts))
+    together, *alone = bodies(tmp_path)
+    texts = [choice["text"] for choice in together["choices"]]
+    assert texts == [body["choices"][0]["text"] for body in alone for _ in range(2)]
+    assert [choice["index"] for choice in together["choices"]] == list(range(6))
+    assert together["usage"]["prompt_tokens"] == sum(body["usage"]["prompt_tokens"] for body in alone)
+
+
+def test_one_bad_prompt_of_a_list_is_named_and_nothing_of_it_runs_on(tmp_path, engine):
+    run(tmp_path, engine, {"prompt": ["abc", "", "xyz"]}, {"prompt": "ok", "temperature": 0})
+    refused, served = bodies(tmp_path)
+    assert refused["message"] == "prompt 1: a prompt must hold at least one token, but is empty"
+    assert served["object"] == "text_completion"
+
+
+def test_a_list_of_which_the_engine_refuses_one_runs_none(tmp_path, engine, monkeypatch):
+    add, seen = engine._llm.engine.add, []
+
+    def refuse_second(request):
+        seen.append(request)
+        if len(seen) == 2:
+            raise ValueError("the cache is too small")
+        add(request)
+
+    monkeypatch.setattr(engine._llm.engine, "add", refuse_second)
+    run(tmp_path, engine, {"prompt": ["abc", "xyz", "hello"]})
+    assert [body["message"] for body in bodies(tmp_path)] == ["the cache is too small"]
+    assert not engine._llm.engine.has_work
+
+
+def test_an_echo_scores_the_prompt_and_may_be_all_there_is(tmp_path, engine):
+    options = {"echo": True, "logprobs": 1, "temperature": 0}
+    ids = engine._llm.tokenizer.encode("hello")
+    run(
+        tmp_path,
+        engine,
+        {"prompt": "hello", "max_tokens": 2, **options},
+        {"prompt": "hello", "max_tokens": 0, **options},
+        {"prompt": ids, "max_tokens": 0, **options},
+    )
+    whole, echo, of_ids = (body["choices"][0] for body in bodies(tmp_path))
+    assert echo["text"] == of_ids["text"] == "hello"
+    assert echo["logprobs"] == of_ids["logprobs"]
+    assert echo["logprobs"]["tokens"] == list("hello")
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    scores = engine._llm.generate("hello", params)[0].prompt_logprobs
+    expected = [None, *(scores[place][token].logprob for place, token in enumerate(ids) if place)]
+    assert echo["logprobs"]["token_logprobs"] == pytest.approx(expected)
+    assert whole["logprobs"]["token_logprobs"][:5] == pytest.approx(expected)
+    assert (len(whole["logprobs"]["tokens"]), whole["text"][:5]) == (7, "hello")
+
+
+def test_calls_that_are_demanded_come(tmp_path, engine):
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {**schema, "additionalProperties": False}}}
+        for name in ("f", "g")
+    ]
+    line = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "temperature": 0, "max_tokens": 60}
+    named = {"type": "function", "function": {"name": "g"}}
+    whitespace = {"logit_bias": {str(token): -100 for token in engine._llm.tokenizer.encode(" \n")}}
+    run(
+        tmp_path,
+        engine,
+        {**line, **whitespace, "tool_choice": "required", "parallel_tool_calls": False},
+        {**line, **whitespace, "tool_choice": named},
+    )
+    required, chosen = (ChatCompletion.model_validate(body, strict=True).choices[0] for body in bodies(tmp_path))
+    (call,), (other,) = required.message.tool_calls, chosen.message.tool_calls
+    assert (required.finish_reason, chosen.finish_reason) == ("tool_calls", "stop")
+    assert call.function.name in ("f", "g")
+    assert other.function.name == "g"
+    assert all(isinstance(json.loads(one.function.arguments)["ok"], bool) for one in (call, other))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -111,6 +190,23 @@ def test_nobody_watches_the_tokens_of_a_batch(tmp_path, engine, monkeypatch):
     monkeypatch.setattr(engine._llm.engine, "add", lambda request: (seen.append(request.streamed), add(request)))
     run(tmp_path, engine, {"prompt": "abc", "max_tokens": 2, "n": 2})
     assert seen == [False, False]
+
+
+def test_a_stop_starts_nothing_that_has_not_begun(tmp_path, engine, monkeypatch):
+    """Four requests have a seat: those of two lines, and the first of two of the last line."""
+    begun, launch = set[int](), engine._llm.runner.launch
+    monkeypatch.setattr(
+        engine._llm.runner,
+        "launch",
+        lambda step: (begun.update(entry.request.number for entry in step), launch(step))[1],
+    )
+    lines = [{"prompt": "abc", "max_tokens": 40, "n": count} for count in (2, 1, 2)]
+    stopped = lambda: len(begun) == 4  # noqa: E731
+    statistics = run(tmp_path, engine, *lines, stop=stopped, grace_seconds=1000)
+    assert (statistics.state, statistics.written) == ("stopped", 2)
+    assert len(begun) == 4
+    assert engine.num_unfinished == 0
+    assert engine._llm.stats().num_running == engine._llm.stats().num_waiting == 0
 
 
 def test_an_interrupted_job_ends_with_the_same_texts(tmp_path, engine):

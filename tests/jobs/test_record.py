@@ -2,7 +2,7 @@ import json
 import math
 
 import pytest
-from batch_mock import answer
+from batch_mock import answers
 
 from dcpjax.api.outputs import CompletionOutput, RequestOutput
 from dcpjax.api.sampling_params import SamplingParams
@@ -20,7 +20,7 @@ def request() -> BatchRequest:
 
 
 def record(asked: BatchRequest, output: RequestOutput | None = None) -> dict:
-    return result_record(asked, output or answer(asked.body), model="m", created=5)
+    return result_record(asked, [output] if output else answers(asked.body), model="m", created=5)
 
 
 def test_a_chat_is_answered_with_openais_chat_completion():
@@ -65,7 +65,8 @@ def test_a_request_that_failed_is_an_error_record():
 def test_an_error_names_its_line():
     made = error_record(12, "00000000000000ff", None, message="no", code="line_too_long")
     assert made["error"] == {"code": "line_too_long", "message": "no", "line": 12}
-    assert made["response"] == {"status_code": 413, "request_id": f"req_{NAME}", "body": None}
+    body = {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": "line_too_long"}}
+    assert made["response"] == {"status_code": 413, "request_id": f"req_{NAME}", "body": body}
 
 
 def test_a_record_is_one_line_however_a_reader_splits_lines():

@@ -1,6 +1,7 @@
 import pytest
 
-from dcpjax.models.config import ModelConfig, RopeConfig, from_hf
+from dcpjax.models.config import ModelConfig, from_hf
+from dcpjax.models.config_rope import RopeConfig
 
 LLAMA = {
     "model_type": "llama",

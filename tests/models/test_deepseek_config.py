@@ -41,7 +41,7 @@ def weights(folder: Path) -> list[jax.Array]:
     config = from_hf(files.config)
     specs = decoder.weight_specs(config, LAYOUT, "float32")
     place = Placement(make_mesh(LAYOUT))
-    return jax.tree.leaves(load_weights(specs, decoder.weight_names(config), files.tensors(), place))
+    return jax.tree.leaves(load_weights(config, specs, decoder.weight_names(config), files.tensors(), place))
 
 
 def assert_same_weights(folder: Path, family: str) -> None:

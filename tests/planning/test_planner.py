@@ -55,7 +55,7 @@ TINY_HEADS = {
     "num_key_value_heads": 2,
     "num_experts": 10,
     "vocab_size": 67,
-    "head_dim": 5,
+    "head_dim": 6,
 }
 
 

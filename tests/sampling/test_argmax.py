@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import SingleDeviceSharding
 
-from dcpjax.sampling.argmax import BLOCK, argmax, blocked_argmax, plain_argmax
+from dcpjax.sampling.argmax import argmax, blocked_argmax, plain_argmax
+from dcpjax.sampling.known_tokens import BLOCK, KnownIds, KnownTokens
 
 VOCAB = 3 * BLOCK + 5
 ROWS = np.random.default_rng(0).normal(size=(4, VOCAB)).astype(np.float32)
@@ -31,6 +33,32 @@ def test_every_form_finds_the_same_index_where_logits_are_not_finite(places, val
     logits[[0, 2], np.array(places)[:, None]] = value
     for form in FORMS:
         np.testing.assert_array_equal(form(logits), logits.argmax(axis=1))
+
+
+def ids(known: np.ndarray) -> KnownIds:
+    return KnownTokens.on(SingleDeviceSharding(jax.devices()[0]), known).ids
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, VOCAB), st.sampled_from([0.0, 0.03, 0.5]))
+def test_every_form_finds_the_first_of_the_largest_logits_that_count(seed, first, last, share):
+    """Those from `last` on do not count, and a share of the others; the first blocks hold the largest."""
+    random = np.random.default_rng(seed)
+    logits = np.round(random.normal(size=(3, VOCAB)) * 2).astype(np.float32)
+    logits[:, : first * BLOCK] += 1
+    known = (random.random(VOCAB) >= share) & (np.arange(VOCAB) < last)
+    expected = np.where(known, logits, -np.inf).argmax(axis=1)
+    for form in FORMS if known.any() else ():
+        np.testing.assert_array_equal(form(logits, ids(known)), expected)
+
+
+def test_indices_that_do_not_count_cost_no_pass_over_the_logits():
+    """No value as large as the logits is made for them: they are left out inside the search."""
+    many = np.zeros((32, 64 * BLOCK), np.float32)
+
+    def temporary(*known: KnownIds) -> int:
+        return jax.jit(argmax).lower(many, *known).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(ids(np.arange(many.shape[1]) < 4000)) < temporary() + many.nbytes / 8
 
 
 def lowered(platform: str) -> str:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from dcpjax.api.structured_outputs import StructuredOutputsParams as Spec
 from dcpjax.checkpoint.tokenizer import Tokenizer
 from dcpjax.openai.response_format import BODY_OPTIONS, from_body, from_response_format
-from dcpjax.sampling.guide import Guide, GuideMaker
+from dcpjax.sampling.guide import MAX_BLANK, Guide, GuideMaker
 
 EOS, OTHER_EOS, TOOL = 0, 1, 2
 SPECIAL = ["<eos>", "<end>", "<tool>"]
@@ -158,6 +158,19 @@ def test_any_allowed_tokens_are_one_of_the_choices(name, choices, seed):
     assert text_of(name, Spec(choice=choices), seed) in choices
 
 
+@given(seed=SEEDS)
+def test_behind_a_prompt_no_space_is_dropped_and_none_is_asked_for(seed):
+    real, random = tokenizer("byte fallback"), np.random.default_rng(seed)
+    prompt = real.encode("a")
+    guide, detokenizer = maker("byte fallback").make(Spec(choice=["ab", " a"]), ""), real.detokenizer(True, prompt)
+    text = ""
+    while not guide.is_finished:
+        taken = int(random.choice(allowed(guide)))
+        guide.advance(taken)
+        text += detokenizer.append(taken)
+    assert text in ("ab", " a")
+
+
 @tokenizers
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_choice_can_be_spelled(name, choice):
@@ -283,6 +296,65 @@ def test_a_lost_model_cannot_pad_json_with_spaces_forever():
         guide.advance(space)
         count += 1
     assert count == 64
+
+
+PAIR = {"type": "object", "properties": {"a": {"enum": [1]}, "b": {"enum": [[2]]}}, "required": ["a", "b"]}
+
+
+def all_texts(spec: Spec) -> set[str]:
+    return {text_of("byte level", spec, seed) for seed in range(30)}
+
+
+@pytest.mark.parametrize("options", [{"disable_any_whitespace": True}, {"whitespace_pattern": ""}], ids=str)
+def test_json_without_white_space_is_compact(options):
+    schema = {**PAIR, "additionalProperties": False}
+    assert all_texts(Spec(json=schema, **options)) == {'{"a":1,"b":[2]}'}
+    guide = maker().make(Spec(json_object=True, **options))
+    for part in ("{", '""', ":", "[", "1", ",", "2", "]", ","):
+        for character in part:
+            guide.advance(token(character))
+        assert token(" ") not in allowed(guide)
+
+
+def test_white_space_between_the_parts_of_json_is_that_of_the_pattern():
+    schema = {**PAIR, "additionalProperties": False}
+    parts = ["{", '"a"', ":", "1", ",", '"b"', ":", "[", "2", "]", "}"]
+    for text in all_texts(Spec(json=schema, whitespace_pattern="[ ]?")):
+        assert re.fullmatch(" ?".join(map(re.escape, parts)), text)
+
+
+def test_a_pattern_of_white_space_that_is_no_regular_expression_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"whitespace_pattern must .* unclosed group"):
+        maker().make(Spec(json_object=True, whitespace_pattern="("))
+
+
+def blanks_until_the_end(spec: Spec, before: str) -> tuple[Guide, int]:
+    """A guide of a vocabulary that spells only this text and spaces, and how many spaces it took."""
+    maker()  # skips without the library
+    tokens = {"<eos>": EOS, **{character: number for number, character in enumerate(sorted({"Ġ", *before}), 1)}}
+    spelling = Backend(models.BPE(vocab=tokens, merges=[]))
+    spelling.decoder = decoders.ByteLevel()
+    guide = GuideMaker(Tokenizer(spelling, {}), len(tokens), [EOS]).make(spec)
+    for character in before:
+        guide.advance(tokens[character])
+    count = 0
+    while not guide.is_finished:
+        assert count < 1000, "a text of white space has no end"
+        guide.advance(tokens["Ġ"])
+        count += 1
+    return guide, count
+
+
+@pytest.mark.parametrize("spec", [Spec(json_object=True, whitespace_pattern=" *"), Spec(regex=r"\{ *x")], ids=str)
+def test_a_text_that_can_only_go_on_with_white_space_ends_with_an_error(spec):
+    with pytest.raises(ValueError, match=f"only white space can come next, and has for {MAX_BLANK} tokens"):
+        blanks_until_the_end(spec, "{")
+
+
+def test_a_complete_text_that_can_only_go_on_with_white_space_ends():
+    guide, count = blanks_until_the_end(Spec(regex="a *"), "a")
+    assert guide.is_finished
+    assert count <= MAX_BLANK
 
 
 @pytest.mark.parametrize(

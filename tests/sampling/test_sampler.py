@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from dcpjax.api.bitmask import pack
+from dcpjax.api.checks import LARGEST_FLOAT32, LEAST_FLOAT32
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.engine.request import Request
+from dcpjax.sampling.known_tokens import KnownTokens
 from dcpjax.sampling.processors import CANDIDATES, apply_penalties, apply_truncation
 from dcpjax.sampling.sampler import SamplingBatch, sample
 from dcpjax.sampling.sampler_arrays import Truncation
@@ -88,7 +90,9 @@ def test_of_equally_likely_tokens_greedy_takes_the_first():
     assert tokens(logits, [request(greedy())] * 4) == [3] * 4
 
 
-@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}])
+@pytest.mark.parametrize(
+    "options", [{"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-300}, {"min_p": 1.0}, {"temperature": 1e-4}]
+)
 def test_keeping_only_the_best_token_is_greedy(options):
     requests = [request(SamplingParams(**options), seed) for seed in range(4)]
     assert tokens(alike(), requests) == [int(LOGITS.argmax())] * 4
@@ -454,6 +458,32 @@ def test_banned_tokens_are_never_drawn(options):
     assert not drawn & set(banned)
 
 
+KNOWN = np.array([True, True, True, False, True, True, True, True, False, True, True, False])  # the best three are not
+
+
+ASKS = {
+    "nothing": {},
+    "allowed": {"params": {"allowed_token_ids": [2, 3, 8, 11]}},
+    "guide": {"guide": Allows(range(VOCAB))},
+    "bias": {"params": {"logit_bias": {8: 100.0}, "top_k": 3}},
+    "ban": {"params": {"min_tokens": 3, "stop_token_ids": [2]}},
+}
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_ids_that_no_token_has_are_never_chosen(ask):
+    state = {name: value for name, value in ASKS[ask].items() if name != "params"}
+    params = ASKS[ask].get("params", {})
+    known = KnownTokens.on(SingleDeviceSharding(jax.devices()[0]), KNOWN)
+    for temperature in (0.0, 1.0, 1e38):
+        mine = request(SamplingParams(temperature=temperature, **params), 4, **state)
+        requests = [mine, request(SamplingParams(temperature=temperature), 5)]
+        options = SamplingBatch.build(requests, 4, VOCAB, known)
+        sampled, _ = draw(alike(), np.zeros(SEATS, np.int32), options)
+        assert KNOWN[np.asarray(sampled.tokens)[:2]].all()
+        assert options.known is known.ids, "it lies on the device: no step sends it"
+
+
 def test_banning_for_one_row_leaves_the_others_alone():
     best = int(LOGITS.argmax())
     banning = request(greedy(min_tokens=3, stop_token_ids=[best]))
@@ -516,6 +546,80 @@ def test_the_last_token_of_any_vocabulary_can_be_allowed(vocab):
     assert tokens(logits, requests) == [vocab - 1] * 2
 
 
+EXTREMES = [
+    {"temperature": 1e38},
+    {"temperature": LARGEST_FLOAT32},
+    {"temperature": 1e-5},
+    {"repetition_penalty": LEAST_FLOAT32},
+    {"repetition_penalty": LARGEST_FLOAT32},
+    {"repetition_penalty": LEAST_FLOAT32, "temperature": LARGEST_FLOAT32, "logit_bias": {3: 100.0, 5: -100.0}},
+    {"repetition_penalty": LEAST_FLOAT32, "temperature": 1e-5, "frequency_penalty": -2.0, "presence_penalty": 2.0},
+    {"repetition_penalty": LARGEST_FLOAT32, "temperature": 0.0},
+    {"repetition_penalty": LEAST_FLOAT32, "temperature": 0.0, "logit_bias": {3: 100.0}},
+]
+BANS = {
+    "allowed": {"params": {"allowed_token_ids": [3, 5]}},
+    "guide": {"guide": Allows([3, 5])},
+    "min tokens": {"params": {"min_tokens": 9, "stop_token_ids": [*range(3), 4, *range(6, VOCAB)]}},
+    "bad words": {"bad_words": tuple((token,) for token in range(VOCAB) if token not in (3, 5))},
+}
+
+
+@pytest.mark.parametrize("ban", BANS)
+@pytest.mark.parametrize("more", [{}, {"top_k": 2}, {"top_p": 0.9, "min_p": 1e-40}], ids=str)
+def test_no_number_however_extreme_undoes_a_ban(ban, more):
+    """The prompt holds every token, and the output some: penalties apply to banned ones too."""
+    params = BANS[ban].get("params", {})
+    state = {name: value for name, value in BANS[ban].items() if name != "params"}
+    for scale in (1.0, 1e30):
+        requests = [
+            request(SamplingParams(**params, **extreme, **more), seed, 0, prompt_token_ids=list(range(VOCAB)), **state)
+            for extreme in EXTREMES
+            for seed in range(2)
+        ]
+        logits = np.stack([LOGITS * np.float32(scale)] * len(requests))
+        sampled, _ = draw(logits, np.zeros(SEATS, np.int32), build(requests))
+        assert set(np.asarray(sampled.tokens).tolist()) <= {3, 5}
+        assert np.asarray(sampled.possible).all()
+
+
+def test_a_penalty_that_overflows_bans_nothing():
+    """All tokens are repeated: dividing by the smallest number gives infinity, multiplying by the largest -infinity."""
+    for penalty in (LEAST_FLOAT32, LARGEST_FLOAT32):
+        params = SamplingParams(repetition_penalty=penalty, allowed_token_ids=[1, 4, 7])
+        mine = request(params, prompt_token_ids=list(range(VOCAB)))
+        batch = build([mine])
+        [found] = jax.jit(apply_penalties)(LOGITS[None], batch.penalties, np.zeros(1, np.int32))
+        assert np.isfinite(found).all()
+        sampled, _ = draw(LOGITS[None], np.zeros(SEATS, np.int32), batch)
+        assert np.asarray(sampled.possible).all()
+
+
+NOTHING_LEFT = [
+    request(greedy(allowed_token_ids=[4]), bad_words=((4,),)),
+    request(SamplingParams(allowed_token_ids=[4], min_tokens=2, stop_token_ids=[4])),
+    request(SamplingParams(allowed_token_ids=[4], top_p=0.5), guide=Allows([5])),
+    request(SamplingParams(temperature=1e38), guide=Allows([4, 5]), bad_words=((4,), (5,))),
+    request(greedy(min_tokens=2, stop_token_ids=range(VOCAB))),
+    request(greedy(min_tokens=2, stop_token_ids=[4]), guide=Allows([4, 5]), bad_words=((5,),)),
+]
+
+
+@pytest.mark.parametrize("nothing", NOTHING_LEFT, ids=map(str, range(len(NOTHING_LEFT))))
+def test_a_row_without_a_token_that_may_be_chosen_is_told_and_its_neighbours_are_the_same(nothing):
+    neighbours = [request(SamplingParams(), seed=3), request(greedy(allowed_token_ids=[1, 3]))]
+    expected = tokens(alike(2), neighbours, rows=4)
+    sampled, _ = draw(alike(), np.zeros(SEATS, np.int32), build([neighbours[0], nothing, neighbours[1]], 4))
+    np.testing.assert_array_equal(sampled.possible, [True, False, True, True])
+    np.testing.assert_array_equal(sampled.finite, [True] * 4)
+    assert [sampled.tokens[row] for row in (0, 2)] == expected
+
+
+def test_where_nothing_is_banned_nobody_looks_whether_a_token_is_left():
+    sampled, _ = draw(alike(), np.zeros(SEATS, np.int32), build([request(SamplingParams(logit_bias={3: 1}))] * 4))
+    assert sampled.possible is None
+
+
 def test_a_guide_that_allows_only_the_end_wins_over_min_tokens():
     mine = request(greedy(min_tokens=5, stop_token_ids=[4]), guide=Allows([4]))
     assert tokens(alike(2), [mine, request(greedy())], rows=4) == [4, int(LOGITS.argmax())]
@@ -576,7 +680,7 @@ def test_rows_past_the_last_request_ask_for_nothing_and_leave_every_seat():
 
 
 def parts(options: SamplingBatch) -> set[str]:
-    named = {"draw", "truncation", "bias", "allowed", "penalties", "num_logprobs"}
+    named = {"draw", "truncation", "bias", "banned", "allowed", "penalties", "num_logprobs"}
     return {name for name in named if getattr(options, name) is not None}
 
 
@@ -587,7 +691,7 @@ PARTS = [
     (SamplingParams(top_k=VOCAB), {"draw"}),
     (SamplingParams(top_k=3), {"draw", "truncation"}),
     (greedy(min_tokens=2), set()),
-    (greedy(min_tokens=2, stop_token_ids=[3]), {"bias"}),
+    (greedy(min_tokens=2, stop_token_ids=[3]), {"banned"}),
     (greedy(logit_bias={1: 1}), {"bias"}),
     (greedy(allowed_token_ids=[1]), {"allowed"}),
     (greedy(repetition_penalty=1.1), {"penalties"}),

@@ -1,0 +1,91 @@
+"""Every body that is written is one of the `openai` package's types, read strictly."""
+
+from typing import Any
+
+import pytest
+from batch_mock import answers
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from openai.types.shared import ErrorObject
+
+from dcpjax.api.logprobs import Logprob
+from dcpjax.api.outputs import CompletionOutput, RequestOutput
+from dcpjax.openai.request import read_body
+from dcpjax.openai.response import error_body, response_body
+
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "g"}},
+]
+ONE = {"type": "function", "function": {"name": "f"}}
+CHATS: list[dict[str, Any]] = [
+    {},
+    {"n": 2},
+    {"logprobs": True},
+    {"logprobs": True, "top_logprobs": 2},
+    {"logprob_token_ids": [7, 8]},
+    {"tools": TOOLS},
+    {"tools": TOOLS, "tool_choice": "required"},
+    {"tools": TOOLS, "tool_choice": ONE},
+    {"prompt_logprobs": 1},
+]
+COMPLETIONS: list[dict[str, Any]] = [
+    {},
+    {"n": 2, "prompt": ["a", [1, 2]]},
+    {"logprobs": 2},
+    {"echo": True},
+    {"echo": True, "prompt": [[1, 2], [3]]},
+    {"max_tokens": 0},
+    {"max_tokens": 0, "echo": True},
+    {"max_tokens": 0, "logprobs": 1},
+    {"prompt_logprobs": 1},
+]
+
+
+def scored(text: str, tokens: list[int], *, prompt: list[int]) -> RequestOutput:
+    """A result with log-probabilities of prompt and text, a letter each."""
+
+    def entry(token: int) -> dict[int, Logprob]:
+        return {token: Logprob(-1.5, 2, chr(token)), 7: Logprob(-0.5, 1, "x"), 8: Logprob(-9.0, 9, "y")}
+
+    made = CompletionOutput(
+        0, text, tokens, "stop", logprobs=[entry(token) for token in tokens], cumulative_logprob=-3.0
+    )
+    shown = [None, *map(entry, prompt[1:])]
+    return RequestOutput("0", "".join(map(chr, prompt)), prompt, [made], True, prompt_logprobs=shown)
+
+
+def body_of(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
+    given = {"messages": [{"role": "user", "content": "ab"}]} if kind == "chat" else {"prompt": "ab"}
+    request = read_body(kind, {"model": "m", **given, **options})
+    wants_scores = request.sampling.scores_tokens or request.sampling.prompt_logprobs is not None
+    outputs = [scored("xy", [120, 121], prompt=[97, 98])] if wants_scores else answers(request)
+    if request.demanded_call is not None:
+        outputs[0].outputs[0].text = '[{"name": "f", "parameters": {}}]'
+    return response_body(request, outputs, name="1", model="m", created=5)
+
+
+@pytest.mark.parametrize("options", CHATS, ids=str)
+def test_a_chat_is_one_of_openais(options):
+    ChatCompletion.model_validate(body_of("chat", options), strict=True)
+
+
+@pytest.mark.parametrize("options", COMPLETIONS, ids=str)
+def test_a_completion_is_one_of_openais(options):
+    Completion.model_validate(body_of("completion", options), strict=True)
+
+
+def test_an_echo_with_log_probabilities_is_one_of_openais_but_for_the_first_token():
+    """OpenAI's API gives null for the token that nothing precedes, where its package declares numbers."""
+    logprobs = (body := body_of("completion", {"echo": True, "logprobs": 1}))["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["a", "b", "x", "y"]
+    assert logprobs["text_offset"] == [0, 1, 2, 3]
+    assert (logprobs["token_logprobs"].pop(0), logprobs["top_logprobs"].pop(0)) == (None, None)
+    assert logprobs["top_logprobs"] == [{"x": -0.5}] * 3
+    Completion.model_validate(body, strict=True)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(400, "invalid_request_error"), (500, "server_error")])
+def test_an_error_is_one_of_openais(status, kind):
+    error = ErrorObject.model_validate(error_body("no", code="c", status=status)["error"], strict=True)
+    assert (error.message, error.type, error.param, error.code) == ("no", kind, None, "c")
