@@ -16,6 +16,7 @@ CASES = [
     for family in ("llama3", "deepseek-v3", "qwen3-moe")
     for tp, dcp in ((1, 1), (1, 8), (2, 4), (8, 1))
     for tokens in (32, 128)
+    if (family, tp) != ("qwen3-moe", 8)  # its six heads do not divide by eight
 ]
 
 
