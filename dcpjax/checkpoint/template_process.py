@@ -74,7 +74,7 @@ class TemplateProcess:
         """Why the process ended instead of answering."""
         code = process.wait()
         self.close()
-        if code == -signal.SIGPROF:
+        if sys.platform != "win32" and code == -signal.SIGPROF:
             return {"bound": self.bounds.too_slow()}
         return {"bound": f"must render in a process of its own, but that ended with code {code}"}
 

@@ -123,14 +123,15 @@ def _completion_logprobs(
         pairs += zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
     if request.generates:
         pairs += zip(completion.token_ids, completion.logprobs, strict=True)
-    tokens = [_token_text(token, None if logprobs is None else logprobs[token]) for token, logprobs in pairs]
+    entries = [None if logprobs is None else logprobs[token] for token, logprobs in pairs]
+    tokens = [_token_text(token, entry) for (token, _), entry in zip(pairs, entries, strict=True)]
     if request.echo:
         tokens[0] = _first_text(prefix, tokens[: len(output.prompt_token_ids)])
     return {
         "tokens": tokens,
         "token_logprobs": [logprobs and _finite(logprobs[token].logprob) for token, logprobs in pairs],
         "top_logprobs": [logprobs and _top_logprobs(request, logprobs) for _, logprobs in pairs],
-        "text_offset": _offsets(tokens, [logprobs and logprobs[token] for token, logprobs in pairs]),
+        "text_offset": _offsets(tokens, entries),
     }
 
 
