@@ -116,6 +116,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "topk_group": (0, 1),
     "topk_method": ("greedy",),
     "scoring_func": ("softmax",),
+    # DeepSeek-V2: with weights that are normalised, the published code does not scale them, vLLM does, and transformers
+    # ignores it
     "norm_topk_prob": _OFF,
     "routed_scaling_factor": (1.0,),
     "router_bias": _OFF,
@@ -190,12 +192,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": _NONE,
     "output_multiplier": (1.0,),
     "lm_head_bias": _OFF,
-    # not in the mathematics of the model, but in how its weights are stored or used
-    "pretraining_tp": (1,),
+    # not in the mathematics of the model, but in how its weights are stored
     "compression_config": _NONE,
 }
 
-# The same where a family has what others lack, or where its published code and transformers disagree.
+# The same where a family has what others lack.
 _OF_LATENT: dict[str, tuple[Any, ...]] = {"rope_interleave": (True,)}
 _OF_DEEPSEEK_V3 = _OF_LATENT | {"scoring_func": ("sigmoid",)}
 _OF_QWEN3: dict[str, tuple[Any, ...]] = {"use_qk_norm": (True,), "qk_norm": (True,), "qk_layernorm": (True,)}
@@ -204,7 +205,6 @@ NEUTRAL_IN: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen2": {"qkv_bias": (True,), "use_qkv_bias": (True,)},
     "qwen3": _OF_QWEN3,
     "qwen3_moe": _OF_QWEN3,
-    # with weights that are normalised, the published code does not scale them, vLLM does, transformers ignores it
     "deepseek_v2": _OF_LATENT,
     "deepseek_v3": _OF_DEEPSEEK_V3,
     "kimi_k2": _OF_DEEPSEEK_V3,

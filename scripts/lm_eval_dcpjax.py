@@ -38,7 +38,7 @@ def log_likelihoods(llm: "LLM", pairs: Sequence[Pair]) -> Iterator[tuple[float, 
 
 def _sum(ids: Sequence[int], scores: Sequence[Mapping[int, Any] | None], count: int) -> tuple[float, bool]:
     """Over the last `count` tokens; the first of a prompt has no score."""
-    last = [found[token] for token, found in list(zip(ids, scores, strict=True))[len(ids) - count :] if found]
+    last = [found[token] for token, found in list(zip(ids, scores, strict=True))[max(0, len(ids) - count) :] if found]
     return sum(score.logprob for score in last), all(score.rank == 1 for score in last)
 
 

@@ -138,9 +138,9 @@ class EngineConfig:
         vLLM's other options are accepted where they change nothing. An unknown one is refused by name with the nearest
         valid one.
         """
-        given = without_neutral(options, ENGINE)
-        check_option_names(given, option_names(cls))
-        return cls(**{name: _in_our_words(name, value) for name, value in given.items() if value is not None})
+        check_option_names([name for name in options if name not in ENGINE], option_names(cls))
+        given = without_neutral({name: value for name, value in options.items() if value is not None}, ENGINE)
+        return cls(**{name: _in_our_words(name, value) for name, value in given.items()})
 
     def _check_division(self) -> None:
         devices, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
@@ -161,5 +161,7 @@ class EngineConfig:
 
 def _in_our_words(name: str, value: Any) -> Any:
     """vLLM's other names of a value, and the dtypes of torch, become ours."""
-    plain = str(value).removeprefix("torch.") if str(value).startswith("torch.") else value
-    return _OTHER_NAMES.get(name, {}).get(plain, plain) if isinstance(plain, str) else plain
+    if name not in _OTHER_NAMES or not (isinstance(value, str) or str(value).startswith("torch.")):
+        return value
+    plain = str(value).removeprefix("torch.")
+    return _OTHER_NAMES[name].get(plain, plain)

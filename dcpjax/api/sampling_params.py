@@ -137,7 +137,7 @@ class SamplingParams:
                 f"structured_outputs must be StructuredOutputsParams, but is {self.structured_outputs!r}; "
                 'use StructuredOutputsParams(regex="...") or the like'
             )
-        self._freeze_lists()
+        self._copy_lists()
         if self.stop and not self.detokenize:
             raise ValueError(
                 "stop must be empty where detokenize is False, but is "
@@ -171,7 +171,7 @@ class SamplingParams:
                     f"use {self.max_tokens}"
                 )
 
-    def _freeze_lists(self) -> None:
+    def _copy_lists(self) -> None:
         """Copy lists, so that later changes by the caller have no effect."""
         set_ = object.__setattr__
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop

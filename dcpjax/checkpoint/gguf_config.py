@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from dcpjax.api.checks import MAX_TOKEN_ID, is_integer
 from dcpjax.checkpoint.gguf_header import ARCHITECTURES, ROPE_FACTORS, GGUFHeader, read_header
 from dcpjax.models.config_values import shown
 
@@ -123,13 +124,13 @@ def _rope_factors(header: GGUFHeader) -> list[float]:
 def _end_tokens(header: GGUFHeader) -> dict[str, Any]:
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     ends = list(dict.fromkeys(_token_id(header, key) for key in keys if key in header.fields))
-    begin = header.fields.get("tokenizer.ggml.bos_token_id")
-    config = {} if begin is None else {"bos_token_id": begin}
+    begin = "tokenizer.ggml.bos_token_id"
+    config = {"bos_token_id": _token_id(header, begin)} if begin in header.fields else {}
     return config | ({"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {})
 
 
 def _token_id(header: GGUFHeader, key: str) -> int:
     value = header.fields[key]
-    if not isinstance(value, int):
+    if not (is_integer(value) and 0 <= value <= MAX_TOKEN_ID):
         raise ValueError(f"{key} of {header.path} must be a token id, but is {shown(value)}; convert the model again")
     return value

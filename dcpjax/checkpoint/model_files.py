@@ -1,6 +1,6 @@
 """Opens a model: its configs as data, its tensors and its tokenizer on demand.
 
-No code from a checkpoint is run: `auto_map` and other unknown keys of a config are ignored.
+No code from a checkpoint is run: `auto_map` of a config is ignored.
 """
 
 import os
@@ -28,7 +28,7 @@ class ModelFiles:
 
     # The folder or the .gguf file.
     path: Path
-    # config.json as Hugging Face writes it; unknown keys are left alone.
+    # config.json as Hugging Face writes it.
     config: dict[str, Any]
     # generation_config.json; empty if there is none.
     generation_config: dict[str, Any]

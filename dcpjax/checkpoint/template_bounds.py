@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 class TemplateBounds:
     """Far above what any honest template needs: those of published models render in milliseconds."""
 
-    seconds: float = 10.0  # of CPU time
+    seconds: float = 10.0  # of CPU time; not on Windows
     characters: int = 2**24  # of the rendered text
     memory_bytes: int = 2**30  # beyond what Python and its libraries take; on Linux only
 

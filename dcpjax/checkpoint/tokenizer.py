@@ -1,7 +1,7 @@
 """Text to token ids and back, and chat messages to token ids.
 
 From tokenizer.json and tokenizer_config.json, or from the vocabulary inside a GGUF file. Chat templates come from the
-checkpoint only, and transformers' sandbox renders them, in a process of its own (`template_process`).
+checkpoint or the caller, and transformers' sandbox renders them, in a process of its own (`template_process`).
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from dcpjax.checkpoint.plain_file import MOST_BYTES, check_plain_file, read_text
 from dcpjax.checkpoint.template_process import TemplateProcess, template_process
 
 TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-MAX_TOKEN_ID = 2**32 - 1
+LARGEST_BACKEND_ID = 2**32 - 1
 LONG_TEXT = 1 << 15  # characters: from here on, tokenising takes longer than some ten milliseconds
 # a tool call's arguments, which show how a template takes a text
 PROBE = '{"probe of arguments": "as a text"}'
@@ -70,7 +70,9 @@ class Tokenizer:
         self._rule = decoding_rule(backend.decoder)
         self._pieces: dict[int, bytes] = {}
         self._templates: TemplateProcess = template_process()
-        self._rendering = Lock()  # the renderer sets options of its tokenizer, which fails while another thread uses it
+        self._encoding = (
+            Lock()
+        )  # of rendered chats, which sets options of the tokenizer and fails if another thread uses it
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -232,7 +234,7 @@ class Tokenizer:
         if skip_special_tokens and token_id in self.special_ids:
             return b""
         if token_id not in self._pieces:
-            token = self._backend.id_to_token(token_id) if 0 <= token_id <= MAX_TOKEN_ID else None
+            token = self._backend.id_to_token(token_id) if 0 <= token_id <= LARGEST_BACKEND_ID else None
             self._pieces[token_id] = b"" if token is None else self._rule.piece(token)
         return self._pieces[token_id]
 
@@ -254,14 +256,14 @@ class Tokenizer:
         from transformers.utils.chat_template_utils import encode_marked_chat
 
         try:
-            with self._rendering:
+            with self._encoding:
                 return encode_marked_chat(self.hugging_face, text)
         except Exception as error:  # the tokenizer's library raises the bare Exception
             raise ValueError(f"messages must fit the model's tokenizer, but it refused them: {error}") from error
 
     @cached_property
     def hugging_face(self) -> Any:
-        """The same vocabulary and template as a tokenizer of transformers, which renders chats."""
+        """The same vocabulary and templates as a tokenizer of transformers: for users, and to encode rendered chats."""
         with _without_torch_advice():
             from transformers import PreTrainedTokenizerFast
         names = {name: self._special_token(name) for name in TEMPLATE_TOKENS}

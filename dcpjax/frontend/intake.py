@@ -105,7 +105,7 @@ class Intake:
         cache_salt: str | None = None,
         **template: Any,
     ) -> Submission:
-        """The same for one conversation, through the checkpoint's own chat template."""
+        """The same for one conversation, through a chat template."""
         if self.tokenizer is None:
             raise ValueError("chat must have a tokenizer, but the model has none; use generate with token ids")
         try:

@@ -53,6 +53,7 @@ IGNORED_OPTIONS = (
     "prediction",
     "prompt_cache_key",
     "prompt_cache_retention",
+    "spaces_between_special_tokens",
 )
 # Variables of the chat template under the same name, which templates of models that know them read.
 TEMPLATE_OPTIONS = {
@@ -67,7 +68,6 @@ UNSUPPORTED_OPTIONS: dict[str, Any] = {
     "modalities": ["text"],
     "return_token_ids": False,
     "return_tokens_as_token_ids": False,
-    "spaces_between_special_tokens": True,
     "stream": False,
     "suffix": "",
     "use_beam_search": False,
@@ -191,8 +191,8 @@ def _sampling(kind: Kind, options: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: options[name] for name in SAMPLING_OPTIONS if name in options}
     fields |= _max_tokens(options)
     fields |= _chat_logprobs(options) if kind == "chat" else _completion_logprobs(options)
-    if "logprob_token_ids" in fields and not fields.get("logprobs"):
-        fields.pop("logprobs", None)
+    if fields.get("logprob_token_ids") is not None and not fields.get("logprobs"):
+        fields["logprobs"] = None  # also where the defaults ask for some
     if "logit_bias" in options:
         fields["logit_bias"] = _logit_bias(options["logit_bias"])
     return fields | _structured_outputs(options)

@@ -86,7 +86,9 @@ def _name(tool: Tool) -> str:
     function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) and tool.get("type") == "function" else None
     if not isinstance(name, str) or not name:
-        raise ToolError(f"tools must be {{'type': 'function', 'function': {{'name': ...}}}}, but one is {dict(tool)!r}")
+        raise ToolError(
+            f"tools must be {{'type': 'function', 'function': {{'name': ...}}}}, but one is {short_json(tool)}"
+        )
     return name
 
 
@@ -103,7 +105,10 @@ def _parameters(tool: Tool) -> Mapping[str, Any]:
 def _call_schema(tool: Tool, definitions: dict[str, Any]) -> dict[str, Any]:
     """The schema of one call. Its definitions move to those of the whole schema, where references look for them."""
     parameters = dict(_parameters(tool))
-    for name, definition in parameters.pop(DEFINITIONS, {}).items():
+    own = parameters.pop(DEFINITIONS, None)
+    if not isinstance(own, dict | None):
+        raise ToolError(f"{DEFINITIONS} of {_name(tool)} must be an object, but is {short_json(own)}; leave it out")
+    for name, definition in (own or {}).items():
         if definitions.setdefault(name, definition) != definition:
             raise ToolError(f"tools must agree on {DEFINITIONS}, but differ in {name!r}; rename one")
     return {

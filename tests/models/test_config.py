@@ -132,7 +132,6 @@ UNSUPPORTED = [
     ({"mlp_bias": True}, "mlp_bias must be False here, but is True"),
     ({"use_sliding_window": True}, "use_sliding_window must be False here, but is True"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0 here, but is 0.5"),
-    ({"pretraining_tp": 2}, "pretraining_tp must be 1 here, but is 2"),
     (
         {"quantization_config": {"quant_method": "gptq"}},
         "except block-scaled fp8, but has quant_method 'gptq'; use the unquantised checkpoint",
@@ -169,5 +168,5 @@ def test_query_heads_that_do_not_fall_into_groups_of_a_kv_head_are_refused():
 
 
 def test_settings_that_change_nothing_are_accepted():
-    harmless = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": None, "pretraining_tp": 1}
+    harmless = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": None, "pretraining_tp": 2}
     assert parsed(**harmless, layer_types=["full_attention"] * 2) == parsed()
