@@ -199,10 +199,11 @@ class LLM:
         use_tqdm: bool = False,
         **neutral: Any,
     ) -> list[BeamSearchOutput]:
-        """The most likely continuations of every prompt, best first. One that cannot be run has an `error`.
+        """The most likely continuations of every prompt, best first. One that is refused has an `error`.
 
         Raises:
             ValueError: 2 * `beam_width` exceeds the engine's `max_logprobs`.
+            RuntimeError: a step failed, of whichever prompt.
         """
         check_call(neutral, "prompts", "params", "use_tqdm")
         vocab_size = self.runner.model.config.vocab_size

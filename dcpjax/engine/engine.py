@@ -211,7 +211,7 @@ class Engine:
     def _start_over(self) -> None:
         """Drop the step in flight; compute the running requests again from their known tokens."""
         self._in_flight = None
-        for request in self.scheduler.touched():
+        for request in dict.fromkeys([*self.scheduler.running, *self.scheduler.touched()]):
             if request.status is Status.FINISHED:
                 self.end(request)
         self.scheduler.start_over()

@@ -43,7 +43,7 @@ class PrefillBudget:
     tokens: int
     cost_per_position: float = 0.0  # attention to one position, as a fraction of the rest of a token's work
     step_sizes: tuple[int, ...] = ()  # tokens of such a step: the largest that a prompt can well afford; (): any
-    tile: int = 1  # prompts advance by whole tiles, one at least: a tile that is not full costs the same
+    tile: int = 1  # what a prompt can afford is whole tiles, one at least: a tile that is not full costs the same
     always: bool = False  # whether the budget holds even if no decode is streamed
 
     def affordable(self, work: float, start: int) -> int:
@@ -51,9 +51,10 @@ class PrefillBudget:
         return int(work / (1.0 + self.cost_per_position * start)) // self.tile * self.tile
 
     def room_beside(self, decodes: int, affordable: int, most: int) -> int:
-        """Most prompt tokens of a step beside so many decodes, for a prompt that can afford so many.
+        """Most prompt tokens of a step beside `decodes` decodes: what is left in the largest step size that counts.
 
-        It must afford half as many more, because attention in a larger step takes longer for each token.
+        A size counts if the prompt can afford 1.5 times what is left in it, because attention in a larger step takes
+        longer for each token. The smallest always counts. At most `most`.
         """
         rooms = [_room_beside(decodes, size) for size in self.step_sizes]
         filled = [room for room in rooms if 1.5 * room <= affordable]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from dcpjax.api.beam_search import BeamSearchParams, BeamSearchSequence
 from dcpjax.api.logprobs import Logprob
 
-# Token ids of several texts -> the most likely next tokens of each, at least 2 * beam_width of them.
+# Token ids of several texts -> the most likely next tokens of each: 2 * beam_width, or all where there are fewer.
 NextTokens = Callable[[Sequence[list[int]]], list[dict[int, Logprob]]]
 
 

@@ -77,8 +77,9 @@ class Intake:
             text, ids = self._encode(prompt, self._kept(params))
             self._check_length(ids)
             self._check_known("token ids", ids)
+            for name in ("allowed_token_ids", "logprob_token_ids"):
+                self._check_known(name, getattr(params, name) or ())
             params.check_against(self.vocab_size, self._engine.max_logprobs)
-            self._check_known("allowed_token_ids", params.allowed_token_ids or ())
             if isinstance(prompt, Mapping):
                 cache_salt = prompt.get("cache_salt", cache_salt)
             return Submission(

@@ -42,7 +42,7 @@ class SharedEngine:
         self._post([bind(self._abort, each) for each in completions if each.output.finish_reason is None])
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """The function's result; it is called between two steps."""
+        """The function's result; called between two steps, or at once in a signal handler of the thread that steps."""
         if self._leader == threading.get_ident():  # in a signal handler that interrupts this thread's own step
             return function()
         future = Future[Result]()
@@ -127,17 +127,24 @@ class SharedEngine:
             self._active[number] = completion
 
     def _abort(self, completion: Completion) -> None:
-        if self._active.pop(completion.request.number, None) is not None:
-            self._engine.end(completion.request)
-            completion.abort()
+        if completion.request.number not in self._active:
+            return
+        self._engine.end(completion.request)
+        if completion.output.finish_reason is None:
+            try:
+                completion.abort()
+            except Exception as error:
+                completion.fail(f"{type(error).__name__}: {error}")
+        del self._active[completion.request.number]  # last: what was interrupted is done again
 
     def _deliver(self, completion: Completion) -> None:
         """Turn new tokens into events. An error in this is the completion's own."""
         output, request = completion.output, completion.request
-        try:
-            completion.take_tokens()
-        except Exception as error:
-            completion.fail(f"{type(error).__name__}: {error}")
+        if output.finish_reason is None:  # else an interrupt came after its end was recorded
+            try:
+                completion.take_tokens()
+            except Exception as error:
+                completion.fail(f"{type(error).__name__}: {error}")
         if output.finish_reason is None:
             return
         if request.finish_reason is None:  # a stop string in the text, which the engine does not see

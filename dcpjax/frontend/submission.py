@@ -10,10 +10,10 @@ from dcpjax.engine.request import TokenGuide
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What `LLM.start` runs."""
+    """What a `RunningPrompt` is made of."""
 
     index: int  # the caller's number of the prompt; events carry it
-    request_id: str  # of its own in the whole life of an `LLM`; the result carries it
+    request_id: str  # no other submission of the same `LLM` has it; the result carries it
     params: SamplingParams
     prompt: str | None = None
     prompt_token_ids: list[int] = field(default_factory=list)

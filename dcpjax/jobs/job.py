@@ -178,6 +178,8 @@ class BatchJob:
         while self._running and self._clock() < end:
             self._run_step()
         self._engine.abort()
+        self._running.clear()
+        self._bytes_running = self._statistics.running = 0
         self._file.sync()
         self._statistics.state = "stopped"
 

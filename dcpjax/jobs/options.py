@@ -21,7 +21,7 @@ class BatchOptions:
         fsync: when records are forced to the disk: "always" after each one, "interval" once a second, "never"
             leaves it to the system. A killed process loses nothing either way; a power failure may lose records.
         grace_seconds: how long requests that have begun may continue after Ctrl-C or SIGTERM; 0 drops them at once.
-            The process ends at most two seconds later, whatever it is busy with.
+            The command then ends about a second later, whatever it is busy with.
         max_line_bytes: longer lines become error records and are never held in memory.
         max_in_flight: most requests in the engine at once; after a crash at most these are computed again.
 

@@ -38,6 +38,7 @@ class StopOnSignal:
         self._advice, self._grace_seconds, self._leave = advice, grace_seconds, leave
         self._job_listens = self._job_ended = False
         self._end: float | None = None  # when the process must have ended
+        self._deciding = threading.Lock()  # whether a signal comes before the end of the job
 
     @property
     def exit_code(self) -> int:
@@ -60,7 +61,8 @@ class StopOnSignal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._job_ended = True
+        with self._deciding:
+            self._job_ended = True
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
@@ -86,13 +88,14 @@ class StopOnSignal:
         return min(max(0.0, 1000 * (self._end - time.monotonic())), 2.0**31 - 1)  # the most that poll takes
 
     def _handle(self, number: int) -> None:
-        if self._job_ended:
-            return
-        if self.signal is not None or not self._job_listens:
-            self._end_process(128 + number)
-        else:
+        with self._deciding:
+            if self._job_ended:
+                return
+            if self.signal is not None or not self._job_listens:
+                self._end_process(128 + number)
+                return
             self.signal, self._end = number, time.monotonic() + self._grace_seconds + SPARE_SECONDS
-            _say(f"stopping: requests that run may finish within {self._grace_seconds:g} s; once more to stop at once")
+        _say(f"stopping: requests that run may finish within {self._grace_seconds:g} s; once more to stop at once")
 
     def _end_process(self, code: int) -> None:
         if not self._job_ended:  # else the last word has been said

@@ -85,7 +85,7 @@ def default_cache_bytes(model: MeshModel, engine: EngineConfig, limits: StepLimi
 
 def cache_budget(limit: float, *, weights: int, temporaries: int) -> int:
     """Bytes of each device for the cache, of the `limit` that may be used; negative if the others exceed it. The
-    planner counts with it too."""
+    planner uses it too."""
     return math.floor(limit - weights - temporaries)
 
 

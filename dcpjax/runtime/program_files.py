@@ -6,6 +6,7 @@ to come, and another process could read what is still being written. JAX has no 
 
 import contextlib
 import os
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ def write_programs_whole() -> None:
 def write_whole(folder: Path, key: str, value: bytes) -> None:
     """Write a program that was not found, or could not be read: the file takes its name in one step."""
     path = folder / f"{key}-cache"  # as JAX names it
-    part = folder / f"{key}.{os.getpid()}{PART}"
+    part = folder / f"{key}.{os.getpid()}.{threading.get_ident()}{PART}"
     try:
         part.write_bytes(value)
         part.replace(path)

@@ -221,7 +221,7 @@ def _next_decodes(step: Sequence[Scheduled]) -> list[Scheduled]:
 
 
 def _more_than_one_left(request: Request) -> bool:
-    return request.max_tokens - len(request.output_token_ids) > 1
+    return request.max_tokens - request.num_generated > 1
 
 
 def _keys(batch: Batch, sampled: SampledRows | None, scored: ScoredTokens | None) -> Iterator[ProgramKey]:

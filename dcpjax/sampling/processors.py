@@ -1,4 +1,4 @@
-"""Logits processors: allowed tokens, logit bias, penalties, and truncation by min-p, top-k and top-p.
+"""Logits processors: logit bias, penalties, bans, temperature, and truncation by min-p, top-k and top-p.
 
 No processor sorts a row: on a CPU, XLA takes 10 ms to sort 49,152 numbers. Top-k and top-p look at the few best
 tokens first; where these are too few, they find their threshold by bisection in 1 ms.

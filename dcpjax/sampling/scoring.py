@@ -50,7 +50,7 @@ def shared_num_logprobs(requested: Iterable[int | None], vocab_size: int) -> int
 def score(logits: jax.Array, tokens: jax.Array, num_logprobs: int, known: KnownIds | None = None) -> Logprobs:
     """logits [T, V] float32, tokens [T] int32 (-1 for padding) -> log-probabilities of them and of the most likely.
 
-    Probabilities are the model's own, over all V. Ids that are not `known` have no rank; where they are
+    Probabilities are the model's own, over all V. Ids that are not `known` do not count in ranks; where they are
     among the most likely, because too few others are left, their log-probability is -inf.
     """
     logprobs = jax.nn.log_softmax(logits, axis=-1)
