@@ -51,7 +51,7 @@ def every_layout(family: str) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize(("devices", "dcp"), sample(every_layout("llama3"), (1, 1), (8, 1), (8, 4)))
+@pytest.mark.parametrize(("devices", "dcp"), sample(every_layout("llama3"), (1, 1), (8, 4)))
 def test_eight_heads_on_two_kv_heads_on_every_layout(devices: int, dcp: int) -> None:
     for merge in MERGES if dcp > 1 else MERGES[:1]:
         assert_equal_to_one_device(
@@ -75,7 +75,7 @@ def test_one_kv_head_with_head_norms_on_every_layout(devices: int, dcp: int) -> 
     assert_equal_to_one_device("qwen3", tensor_parallel_size=devices, decode_context_parallel_size=dcp)
 
 
-@pytest.mark.parametrize(("devices", "dcp"), sample(every_layout("deepseek-v3"), (1, 1), (8, 1), (8, 4)))
+@pytest.mark.parametrize(("devices", "dcp"), sample(every_layout("deepseek-v3"), (1, 1), (8, 4)))
 def test_latent_attention_on_every_layout(devices: int, dcp: int) -> None:
     """One latent for all eight heads: tensor parallelism alone stores it on every device."""
     for merge in MERGES if devices == 8 and dcp > 1 else MERGES[:1]:
@@ -104,7 +104,7 @@ def test_a_latent_cache_is_split_by_dcp_to_the_byte() -> None:
     assert sizes == {dcp: sizes[1] // dcp for dcp in sizes}
 
 
-@pytest.mark.parametrize(("devices", "dcp"), sample([(6, 2), (6, 3), (6, 6), (3, 1)], (6, 2), (6, 3), (3, 1)))
+@pytest.mark.parametrize(("devices", "dcp"), sample([(6, 2), (6, 3), (6, 6), (3, 1)], (6, 2), (3, 1)))
 def test_twelve_heads_on_six_devices(devices: int, dcp: int) -> None:
     if (devices, dcp) == (6, 2):
         with pytest.raises(ValueError, match="2 KV heads neither divide into 6/2 = 3 head groups"):
