@@ -46,6 +46,7 @@ B200 = {
     "dtype": "nvfp4",
     "kv_cache_dtype": "fp8",
     "gpu_memory_utilization": 0.92,
+    "workspace_bytes": 0,  # the published share leaves room for temporaries beside it
 }
 agents = {"context_length": 130_048, "output_length": 1024}
 planned = plan("kimi-k2.6", **B200, **agents, unique_token_fraction=0.5)
