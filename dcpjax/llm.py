@@ -101,7 +101,7 @@ class LLM:
         return self.intake.default_params.clone()
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of transformers that renders this model's chats. Raises ValueError for a model without one."""
+        """This model's tokenizer as an object of transformers. Raises ValueError for a model without one."""
         if self.tokenizer is None:
             raise ValueError(
                 "get_tokenizer needs a model with a tokenizer, but this one has none; use LLM(tokenizer=...)"

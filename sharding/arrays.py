@@ -107,6 +107,11 @@ def is_spec(leaf: Any) -> bool:
     return isinstance(leaf, ArraySpec)
 
 
+def bytes_per_device(specs: Any, place: Placement) -> int:
+    """Bytes that all arrays of tree `specs` take on each device, copies included."""
+    return sum(spec.bytes_per_device(place) for spec in jax.tree.leaves(specs, is_leaf=is_spec))
+
+
 def zeros(spec: ArraySpec, place: Placement) -> jax.Array:
     return _zeros(spec, spec.sharding(place))()
 

@@ -146,3 +146,28 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def chat_completion(name: str) -> dict:
+    """OpenAI's body for the answer to a chat of the one message "abcd", made by model "m" at second 5."""
+    return {
+        "id": f"chatcmpl-{name}",
+        "object": "chat.completion",
+        "created": 5,
+        "model": "m",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "ABCD", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 4,
+            "completion_tokens": 4,
+            "total_tokens": 8,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        },
+    }

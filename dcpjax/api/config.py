@@ -138,9 +138,9 @@ class EngineConfig:
         vLLM's other options are accepted where they change nothing. An unknown one is refused by name with the nearest
         valid one.
         """
-        check_option_names([name for name in options if name not in ENGINE], option_names(cls))
-        given = without_neutral({name: value for name, value in options.items() if value is not None}, ENGINE)
-        return cls(**{name: _in_our_words(name, value) for name, value in given.items()})
+        given = without_neutral(options, ENGINE)
+        check_option_names(given, option_names(cls))
+        return cls(**{name: _in_our_words(name, value) for name, value in given.items() if value is not None})
 
     def _check_division(self) -> None:
         devices, dcp = self.tensor_parallel_size, self.decode_context_parallel_size

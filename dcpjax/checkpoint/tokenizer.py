@@ -70,9 +70,8 @@ class Tokenizer:
         self._rule = decoding_rule(backend.decoder)
         self._pieces: dict[int, bytes] = {}
         self._templates: TemplateProcess = template_process()
-        self._encoding = (
-            Lock()
-        )  # of rendered chats, which sets options of the tokenizer and fails if another thread uses it
+        # held to encode a rendered chat, which sets options of the tokenizer and fails while another thread uses it
+        self._encoding = Lock()
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )

@@ -177,12 +177,12 @@ class Intake:
             if kept is None:
                 self._check_text(prompt)
             return prompt, _last(self.tokenizer.encode(prompt), kept)
-        if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
+        if _is_listed(prompt):
             prompt = _last(prompt, kept)
-            check_tokens(prompt.size if isinstance(prompt, np.ndarray) else len(prompt), self.max_model_len)
-        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes) or np.ndim(prompt) != 1:
-            raise ValueError(f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}")
-        return None, [_token_id(token) for token in prompt]
+            check_tokens(len(prompt), self.max_model_len)  # before any of it is read
+            if np.ndim(prompt[:1]) == 1:
+                return None, [_token_id(token) for token in prompt]
+        raise ValueError(f"a prompt must be a string or a list of token ids, but is {type(prompt).__name__}")
 
     def _check_known(self, what: str, ids: Sequence[int]) -> None:
         """Raise ValueError for an id that belongs to no token: the model has learned nothing about it."""
@@ -291,10 +291,16 @@ def _listed_conversations(messages: Any) -> list[Any]:
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
 
 
+def _is_listed(prompt: Any) -> bool:
+    """Whether it has a length and parts, as token ids have."""
+    if isinstance(prompt, np.ndarray):
+        return prompt.ndim > 0
+    return isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+
+
 def _last(ids: Any, kept: int | None) -> Any:
     """The last `kept` token ids of a sequence or array; None keeps all."""
-    is_number = isinstance(ids, np.ndarray) and not ids.ndim
-    return ids if kept is None or is_number else ids[-kept:]
+    return ids if kept is None else ids[-kept:]
 
 
 def _shown_text(text: Any) -> str:

@@ -53,7 +53,6 @@ IGNORED_OPTIONS = (
     "prediction",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "spaces_between_special_tokens",
 )
 # Variables of the chat template under the same name, which templates of models that know them read.
 TEMPLATE_OPTIONS = {
@@ -83,6 +82,7 @@ _COMMON = (
     "cache_salt",
     "priority",
     "stream_options",
+    "spaces_between_special_tokens",
 )
 OPTIONS: dict[Kind, tuple[str, ...]] = {
     "chat": (
@@ -148,7 +148,7 @@ def read_body(
     options = {name: value for name, value in body.items() if value is not None}
     check_option_names(options, OPTIONS[kind])
     _check_unsupported(options, place)
-    _check_stream_options(options)
+    _check_without_effect(options)
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS[kind], **(defaults or {}), **_sampling(kind, options)}
     read = _chat(options, sampling) if kind == "chat" else _completion(options, sampling)
     made = RequestBody(
@@ -179,8 +179,9 @@ def _check_unsupported(options: Mapping[str, Any], place: str) -> None:
             )
 
 
-def _check_stream_options(options: Mapping[str, Any]) -> None:
-    """Answers here are whole and always tell their usage, so that these options change nothing."""
+def _check_without_effect(options: Mapping[str, Any]) -> None:
+    """Answers here are whole and always tell their usage, and tokens are joined as decoding all of them does."""
+    _typed(options, "spaces_between_special_tokens", bool, "true or false", True)
     given = _typed(options, "stream_options", dict, "an object", {})
     if not all(isinstance(value, bool | None) for value in given.values()):
         raise BodyError("stream_options must hold true or false, but holds something else; leave it out")

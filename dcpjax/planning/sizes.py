@@ -25,7 +25,7 @@ from dcpjax.models import decoder
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.moe import MoEWeights
 from dcpjax.planning.options import RUNNABLE
-from dcpjax.sharding.arrays import ArraySpec, is_spec
+from dcpjax.sharding.arrays import ArraySpec, bytes_per_device, is_spec
 from dcpjax.sharding.mesh import DCP, TP, Layout
 from dcpjax.sharding.rules import Placement, Rules
 
@@ -87,7 +87,7 @@ def block_bytes(config: ModelConfig, layout: Layout, block_size: int, dtype: str
     place = abstract_place(layout)
     declared = dtype if dtype in RUNNABLE else "uint8"
     layers = decoder.cache_specs(config, layout, 1, block_size // layout.dcp, declared)
-    values = sum(spec.bytes_per_device(place) for spec in jax.tree.leaves(layers, is_leaf=is_spec))
+    values = bytes_per_device(layers, place)
     if dtype != "nvfp4":
         return values
     width = config.head_dim if config.mla is None else config.mla.cached_dim

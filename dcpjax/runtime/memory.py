@@ -4,15 +4,13 @@ import math
 import os
 from dataclasses import dataclass
 
-import jax
-
 from dcpjax.api.config import EngineConfig
 from dcpjax.engine.limits import step_limits
 from dcpjax.engine.scheduler import StepLimits
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.runtime.model import MeshModel
 from dcpjax.runtime.temporaries import step_temporaries
-from dcpjax.sharding.arrays import is_spec
+from dcpjax.sharding.arrays import bytes_per_device
 
 CPU_CACHE_BYTES = 2**30  # default cache of all virtual CPU devices together
 
@@ -58,8 +56,7 @@ def resolve_sizes(model: MeshModel, engine: EngineConfig) -> Sizes:
 
 def block_bytes_per_device(model: MeshModel) -> int:
     """Bytes that one block takes on each device, over all layers, copies of KV heads included."""
-    specs = jax.tree.leaves(model.cache_specs(1), is_leaf=is_spec)
-    return sum(spec.bytes_per_device(model.place) for spec in specs)
+    return bytes_per_device(model.cache_specs(1), model.place)
 
 
 def default_cache_bytes(model: MeshModel, engine: EngineConfig, limits: StepLimits) -> int:
@@ -72,13 +69,11 @@ def default_cache_bytes(model: MeshModel, engine: EngineConfig, limits: StepLimi
     stats = device.memory_stats() if model.platform != "cpu" else None
     if not stats:
         return CPU_CACHE_BYTES // model.layout.devices
-    specs = jax.tree.leaves(model.weight_specs(), is_leaf=is_spec)
-    weights = sum(spec.bytes_per_device(model.place) for spec in specs)
     tokens, rows = limits.max_num_batched_tokens, limits.max_num_seqs
     return cache_budget(
         memory_limit(stats["bytes_limit"], engine.gpu_memory_utilization, reserved_share(model.platform))
         - stats["bytes_in_use"],
-        weights=weights,
+        weights=bytes_per_device(model.weight_specs(), model.place),
         temporaries=step_temporaries(model.config, model.layout, tokens=tokens, rows=rows),
     )
 

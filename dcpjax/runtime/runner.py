@@ -25,7 +25,7 @@ from dcpjax.runtime.memory import Sizes, resolve_sizes, table_width
 from dcpjax.runtime.model import MeshModel, lay_out
 from dcpjax.runtime.programs import Programs, head_weights, padded_pairs
 from dcpjax.runtime.read_back import read_back
-from dcpjax.sampling.known_tokens import KnownTokens
+from dcpjax.sampling.known_tokens import KnownIds, KnownTokens
 from dcpjax.sampling.sampler import Sampled
 from dcpjax.sampling.scoring import Logprobs
 
@@ -93,6 +93,10 @@ class Runner:
         """From now on sample and list only ids in known [V] bool. Other programs compile for that."""
         self.known = None if known.all() else KnownTokens.on(self.model.place.sharding(), known)
 
+    @property
+    def _known_ids(self) -> KnownIds | None:
+        return None if self.known is None else self.known.ids
+
     def launch(self, step: Sequence[Scheduled]) -> LaunchedStep:
         """Start a step and return at once with what it will have sampled."""
         batch = build(step, self.shapes, self.geometry)
@@ -131,8 +135,8 @@ class Runner:
         if scored is not None:
             gathered, program = self._hidden(scored.indices.size), self.programs.score
             programs[next(keys)] = bind(_compile, self.programs.gather, hidden, scored.indices)
-            known = None if self.known is None else self.known.ids
-            programs[next(keys)] = bind(_compile, program, head, gathered, scored.targets, scored.num_logprobs, known)
+            arguments = scored.targets, scored.num_logprobs, self._known_ids
+            programs[next(keys)] = bind(_compile, program, head, gathered, *arguments)
         return programs
 
     def copy_programs(self) -> dict[ProgramKey, Callable[[], Any]]:
@@ -181,8 +185,8 @@ class Runner:
 
     def _score(self, hidden: jax.Array, tokens: ScoredTokens) -> Logprobs:
         gathered = self.programs.gather(hidden, tokens.indices)
-        known = None if self.known is None else self.known.ids
-        return self.programs.score(head_weights(self.weights), gathered, tokens.targets, tokens.num_logprobs, known)
+        arguments = tokens.targets, tokens.num_logprobs, self._known_ids
+        return self.programs.score(head_weights(self.weights), gathered, *arguments)
 
     def _compile(self, step: Sequence[Scheduled], tokens: int) -> None:
         """Compile what a step of a new shape runs, and beside it the decodes that follow: they are needed next."""

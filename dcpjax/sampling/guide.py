@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dcpjax.api.bitmask import pack
 from dcpjax.api.structured_outputs import StructuredOutputsParams
 from dcpjax.checkpoint.tokenizer import Tokenizer
+from dcpjax.sampling.bit_words import to_words
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -44,9 +46,8 @@ class GuideMaker:
         self._library = _llguidance()
         vocabulary = _Vocabulary(tokenizer, vocab_size, ends)
         self._vocabulary = self._library.LLTokenizer(vocabulary, eos_token=ends)
-        leading = tokenizer.leading()
-        self._leading = leading.character * leading.count
-        self._blank = _words((*vocabulary.blank(), *ends), vocab_size)
+        self._leading = tokenizer.detokenizer().leading
+        self._blank = to_words(pack((*vocabulary.blank(), *ends)), vocab_size)
         self._compiled = lru_cache(COMPILED_GRAMMARS)(self._compile)
 
     def make(self, spec: StructuredOutputsParams, leading: str | None = None) -> "Guide":
@@ -209,13 +210,6 @@ def _after_leading(leading: str, guided: dict[str, Any]) -> list[dict[str, Any]]
     if not leading:
         return [guided]
     return [{"lark_grammar": f"start: {json.dumps(leading)} @guided"}, guided | {"name": "guided"}]
-
-
-def _words(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """[ceil(V / 32)] uint32: a bit for each of the tokens."""
-    bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
-    bits[list(token_ids)] = True
-    return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def _schema(value: str | Mapping[str, Any], spec: StructuredOutputsParams) -> dict[str, Any]:

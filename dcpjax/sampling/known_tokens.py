@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from dcpjax.sampling.bit_words import num_words
 from dcpjax.sharding import struct
 
 BLOCK = 64  # ids among which `argmax` searches together; measured: 256 is no faster
@@ -39,5 +40,5 @@ class KnownTokens:
         padded[: len(known)] = known
         blocks = padded.reshape(-1, BLOCK)
         mixed = np.flatnonzero(blocks.any(axis=1) & ~blocks.all(axis=1)).astype(np.int32)
-        words = np.packbits(padded, bitorder="little").view("<u4")[: -(-len(known) // 32)]
+        words = np.packbits(padded, bitorder="little").view("<u4")[: num_words(len(known))]
         return cls(words, jax.device_put(KnownIds(known, mixed), sharding))  # type: ignore[arg-type]

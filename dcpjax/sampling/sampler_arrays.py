@@ -11,6 +11,7 @@ import numpy as np
 
 from dcpjax.engine.request import Request
 from dcpjax.sampling.bad_words import completing_tokens
+from dcpjax.sampling.bit_words import num_words, to_words
 from dcpjax.sampling.bucket_size import bucket_size
 from dcpjax.sampling.known_tokens import KnownTokens
 from dcpjax.sampling.token_counts import TokenCounts
@@ -107,25 +108,18 @@ def build_truncation(requests: Sequence[Request], num_rows: int, vocab_size: int
 
 def build_bias(requests: Sequence[Request], num_rows: int) -> Bias | None:
     biases = [request.params.bias_arrays for request in requests]
-    width = bucket_size(max((len(ids) for ids, _ in biases), default=0), smallest=4)
-    if not width:
+    all_ids = _padded_ids([ids for ids, _ in biases], num_rows)
+    if all_ids is None:
         return None
-    all_ids, all_values = np.full((num_rows, width), -1, np.int32), np.zeros((num_rows, width), np.float32)
-    for row, (ids, values) in enumerate(biases):
-        all_ids[row, : len(ids)], all_values[row, : len(ids)] = ids, values
+    all_values = np.zeros(all_ids.shape, np.float32)
+    for row, (_, values) in enumerate(biases):
+        all_values[row, : len(values)] = values
     return Bias(all_ids, all_values)  # type: ignore[arg-type]
 
 
 def build_banned(requests: Sequence[Request], num_rows: int) -> jax.Array | None:
     """The tokens that min_tokens and bad_words ban, [B, banned] int32, -1 for padding."""
-    every = [_banned_tokens(request) for request in requests]
-    width = bucket_size(max(map(len, every), default=0), smallest=4)
-    if not width:
-        return None
-    ids = np.full((num_rows, width), -1, np.int32)
-    for row, banned in enumerate(every):
-        ids[row, : len(banned)] = banned
-    return ids  # type: ignore[return-value]
+    return _padded_ids([_banned_tokens(request) for request in requests], num_rows)
 
 
 def _banned_tokens(request: Request) -> list[int]:
@@ -162,11 +156,11 @@ def build_allowed(
     ]
     if not restricted:
         return None
-    allowed = np.empty((num_rows, _num_words(vocab_size)), np.uint32)
+    allowed = np.empty((num_rows, num_words(vocab_size)), np.uint32)
     allowed[:] = 2**32 - 1 if known is None else known.words
     for row, request in restricted:
         if request.params.allowed_token_ids is not None:
-            allowed[row] &= _to_words(request.params.allowed_bits, vocab_size)
+            allowed[row] &= to_words(request.params.allowed_bits, vocab_size)
         if request.guide is not None:
             assert not request.num_in_flight, "a guide must have seen every token"
             allowed[row] &= request.guide.mask()
@@ -175,14 +169,18 @@ def build_allowed(
 
 def build_named(requests: Sequence[Request], num_rows: int) -> jax.Array | None:
     """The tokens of `logprob_token_ids` [B, n] int32, padded to the same number."""
-    named = [request.params.logprob_token_ids or () for request in requests]
-    width = bucket_size(max(map(len, named), default=0), smallest=4)
+    return _padded_ids([request.params.logprob_token_ids or () for request in requests], num_rows)
+
+
+def _padded_ids(every: Sequence[Sequence[int]], num_rows: int) -> jax.Array | None:
+    """Token ids of each row, [B, n] int32, padded with -1; None if there are none."""
+    width = bucket_size(max(map(len, every), default=0), smallest=4)
     if not width:
         return None
-    ids = np.full((num_rows, width), -1, np.int32)
-    for row, tokens in enumerate(named):
-        ids[row, : len(tokens)] = tokens
-    return ids  # type: ignore[return-value]
+    padded = np.full((num_rows, width), -1, np.int32)
+    for row, ids in enumerate(every):
+        padded[row, : len(ids)] = ids
+    return padded  # type: ignore[return-value]
 
 
 def build_penalties(requests: Sequence[Request], num_rows: int, vocab_size: int) -> Penalties | None:
@@ -191,13 +189,13 @@ def build_penalties(requests: Sequence[Request], num_rows: int, vocab_size: int)
         return None
     all_counts = [_updated_counts(request) for _, request in penalized]
     width = bucket_size(max(1, *(len(counts.tokens) for counts in all_counts)), smallest=64)
-    prompt = np.zeros((num_rows, _num_words(vocab_size)), np.uint32)
+    prompt = np.zeros((num_rows, num_words(vocab_size)), np.uint32)
     output_ids, output_counts = np.full((num_rows, width), -1, np.int32), np.zeros((num_rows, width), np.int32)
     in_flight, repetition = np.zeros(num_rows, np.bool_), np.ones(num_rows, np.float32)
     frequency, presence = np.zeros(num_rows, np.float32), np.zeros(num_rows, np.float32)
     for (row, request), counts in zip(penalized, all_counts, strict=True):
         params, distinct = request.params, len(counts.tokens)
-        prompt[row] = _to_words(counts.prompt_bits, vocab_size)
+        prompt[row] = to_words(counts.prompt_bits, vocab_size)
         output_ids[row, :distinct], output_counts[row, :distinct] = counts.tokens, counts.counts
         in_flight[row], repetition[row] = bool(request.num_in_flight), params.repetition_penalty
         frequency[row], presence[row] = params.frequency_penalty, params.presence_penalty
@@ -209,16 +207,3 @@ def _updated_counts(request: Request) -> TokenCounts:
     request.token_counts = request.token_counts or TokenCounts(request.prompt_token_ids)
     request.token_counts.update(request.output_token_ids)
     return request.token_counts
-
-
-def _num_words(vocab_size: int) -> int:
-    """uint32 words that hold a bit for each token."""
-    return -(-vocab_size // 32)
-
-
-def _to_words(packed: bytes, vocab_size: int) -> np.ndarray:
-    """Packed bits as [ceil(V / 32)] uint32; words missing at the end are zero."""
-    words = np.zeros(_num_words(vocab_size), np.uint32)
-    found = np.frombuffer(packed, "<u4")
-    words[: len(found)] = found
-    return words

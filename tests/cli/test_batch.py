@@ -33,6 +33,12 @@ def run(folder: Path, plan: dict, *arguments: str, **options) -> subprocess.Comp
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, **options)
 
 
+def check_stopped(ended: subprocess.CompletedProcess[str], code: int, flags: str) -> None:
+    """It ended by a signal, and says how to go on."""
+    assert ended.returncode == code, ended.stderr
+    assert ended.stderr.splitlines()[-1] == f"dcpjax: stopped. to go on: dcpjax batch --resume in -o out {flags}"
+
+
 def done(folder: Path) -> list[int]:
     """Lines that have a record; every record is whole."""
     data = (folder / "out").read_bytes()
@@ -83,10 +89,7 @@ def test_a_signal_lets_running_requests_finish_and_tells_how_to_go_on(tmp_path, 
     for _ in range(times):
         plan = {"signal": number, "signal_at_step": source.randint(1, 12), "diary": "diary"}
         ended = run(tmp_path, plan, *arguments, *(["--resume"] if finished else []))
-        assert ended.returncode == code, ended.stderr
-        assert ended.stderr.splitlines()[-1] == (
-            f"dcpjax: stopped. to go on: dcpjax batch --resume in -o out --max-in-flight {WINDOW}"
-        )
+        check_stopped(ended, code, f"--max-in-flight {WINDOW}")
         assert "stopping: requests that run may finish within 3 s; once more to stop at once" in ended.stderr
         before, finished = finished, done(tmp_path)
         assert finished[: len(before)] == before
@@ -100,11 +103,7 @@ def test_a_signal_lets_running_requests_finish_and_tells_how_to_go_on(tmp_path, 
 def test_a_second_signal_ends_the_process_at_once(tmp_path, number, code):
     plan = {"signal": number, "signal_at_step": 4, "again_at_step": 5, "stuck_at_step": 4}
     ended = run(tmp_path, plan, *lines(tmp_path, 30), "--grace-seconds", "1000")
-    assert ended.returncode == code, ended.stderr
-    assert (
-        ended.stderr.splitlines()[-1]
-        == "dcpjax: stopped. to go on: dcpjax batch --resume in -o out --grace-seconds 1000"
-    )
+    check_stopped(ended, code, "--grace-seconds 1000")
     assert len(done(tmp_path)) < 30
 
 
@@ -112,11 +111,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path, number, code):
 def test_a_compilation_does_not_hold_up_the_end(tmp_path, number, code):
     plan = {"signal": number, "signal_at_step": 4, "compiles": True}
     ended = run(tmp_path, plan, *lines(tmp_path, 30), "--grace-seconds", "0.1")
-    assert ended.returncode == code, ended.stderr
-    assert (
-        ended.stderr.splitlines()[-1]
-        == "dcpjax: stopped. to go on: dcpjax batch --resume in -o out --grace-seconds 0.1"
-    )
+    check_stopped(ended, code, "--grace-seconds 0.1")
     assert len(done(tmp_path)) < 30
 
 

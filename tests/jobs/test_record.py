@@ -2,7 +2,7 @@ import json
 import math
 
 import pytest
-from batch_mock import answers
+from batch_mock import answers, chat_completion
 
 from dcpjax.api.outputs import CompletionOutput, RequestOutput
 from dcpjax.api.sampling_params import SamplingParams
@@ -30,27 +30,7 @@ def test_a_chat_is_answered_with_openais_chat_completion():
         "response": {
             "status_code": 200,
             "request_id": f"req_{NAME}",
-            "body": {
-                "id": f"chatcmpl-{NAME}",
-                "object": "chat.completion",
-                "created": 5,
-                "model": "m",
-                "choices": [
-                    {
-                        "index": 0,
-                        "message": {"role": "assistant", "content": "ABCD", "refusal": None},
-                        "logprobs": None,
-                        "finish_reason": "stop",
-                        "stop_reason": None,
-                    }
-                ],
-                "usage": {
-                    "prompt_tokens": 4,
-                    "completion_tokens": 4,
-                    "total_tokens": 8,
-                    "prompt_tokens_details": {"cached_tokens": 2},
-                },
-            },
+            "body": chat_completion(NAME),
         },
         "error": None,
     }

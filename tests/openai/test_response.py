@@ -1,6 +1,6 @@
 import math
 
-from batch_mock import answers
+from batch_mock import answers, chat_completion
 
 from dcpjax.api.logprobs import Logprob
 from dcpjax.api.outputs import CompletionOutput, RequestOutput
@@ -21,27 +21,7 @@ def body_of(asked: RequestBody, output: RequestOutput | None = None) -> dict:
 
 
 def test_a_chat_is_answered_with_openais_chat_completion():
-    assert body_of(request()) == {
-        "id": "chatcmpl-12",
-        "object": "chat.completion",
-        "created": 5,
-        "model": "m",
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": "ABCD", "refusal": None},
-                "logprobs": None,
-                "finish_reason": "stop",
-                "stop_reason": None,
-            }
-        ],
-        "usage": {
-            "prompt_tokens": 4,
-            "completion_tokens": 4,
-            "total_tokens": 8,
-            "prompt_tokens_details": {"cached_tokens": 2},
-        },
-    }
+    assert body_of(request()) == chat_completion("12")
 
 
 def test_a_completion_is_answered_with_openais_text_completion():
