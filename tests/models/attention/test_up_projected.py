@@ -221,7 +221,7 @@ def test_a_latent_that_is_not_finite_spoils_only_the_queries_that_see_it(sizes, 
     assert np.isfinite(out).all(axis=(1, 2)).tolist() == [token < 9 or token >= count for token in range(TOKENS)]
 
 
-@pytest.mark.parametrize("dtype", sample([np.float32, np.uint16], np.uint16))
+@pytest.mark.parametrize("dtype", sample([np.float32, np.uint16], np.float32))
 def test_threads_change_no_bit_of_a_prompt(dtype):
     random, work = np.random.default_rng(2), work_of([(300, 39), (20, 5), (3, 1)])
     latents = encode(
