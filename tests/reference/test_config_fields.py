@@ -38,6 +38,7 @@ HARMLESS = {
     "output_hidden_states",
     "output_router_logits",
     "pad_token_id",
+    "pretraining_tp",  # how the sums of a product were split in training
     "problem_type",
     "qk_head_dim",  # the sum of its two parts, whatever is written
     "return_dict",
