@@ -1,11 +1,13 @@
 """Grouped-query attention (Ainslie et al. 2023): projections, head norms and rope around the paged cache."""
 
+from dataclasses import dataclass
 from functools import partial as bind
 from typing import Any
 
 import jax
 
-from dcpjax.models.attention.dispatch import attend_on_device
+from dcpjax.models.attention.dispatch import attend_and_merge, attend_on_device, attend_to_whole, rows_of
+from dcpjax.models.attention.gathered_keys import OwnHeads, attend_to_gathered, own_heads
 from dcpjax.models.attention.work import Runtime, Work
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.kv_cache import LayerCache
@@ -118,6 +120,11 @@ def run(
     3. partial attention                         over this rank's slots -> out [T, H / tp, D], lse [T, H / tp]
     4. merge over dcp                            by lse, one of three exchanges
     5. keep the features of the own o_proj rows  [T, features / dcp]
+
+    For prompts that attend to gathered keys, after 2:
+
+    3. gather keys and values over dcp           of the KV heads that the own heads read, piece by piece
+    4. attention                                 of the own heads over all positions [T, features / dcp]
     """
     place = runtime.place
     with jax.named_scope("qkv"):
@@ -154,13 +161,72 @@ def _run_on_device(
     config: ModelConfig,
     runtime: Runtime,
 ) -> tuple[jax.Array, LayerCache]:
-    with jax.named_scope("gather_query"):
-        q = q if runtime.dcp_replicate_q else gather_over_dcp(q)
-    features, used = q.shape[1], config.num_heads // runtime.place.tp * config.head_dim
+    queries = _Queries.of(q, norms[0], angles, work, config, runtime)
     with jax.named_scope("rope"):
-        q = rotate(_heads(q[:, :used], norms[0], config), angles) * config.head_dim**-0.5
         k = rotate(_heads(k, norms[1], config), angles)
-    return attend_on_device(q, (k, _heads(v, None, config)), cache, work, features, runtime)
+    new = k, _heads(v, None, config)
+
+    def gather_queries(cache: LayerCache, work: Work, tokens: jax.Array | None) -> jax.Array:
+        return attend_and_merge(queries.of_group(tokens), cache, work, queries.features, runtime)
+
+    def gather_keys(cache: LayerCache) -> jax.Array:
+        heads = queries.heads
+        attend = attend_to_whole(queries.of_rank(), runtime)
+        part = attend_to_gathered(new, cache, work, runtime.geometry, heads, attend)
+        return heads.own_features(part.out)
+
+    return attend_on_device(new, cache, work, runtime, gather_queries, gather_keys)
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """The queries of a step, with head norm and rope, scaled: of the whole dcp group, or of this rank's heads alone."""
+
+    group: jax.Array | None  # [T, H / tp, D], if they have been gathered for all tokens
+    own: jax.Array | None  # [T, heads of this rank, D], if that rank has them without
+    heads: OwnHeads
+    features: int  # of the dcp group, padded so that dcp divides them
+
+    @classmethod
+    def of(
+        cls,
+        q: jax.Array,
+        norm: jax.Array | None,
+        angles: Rotary,
+        work: Work,
+        config: ModelConfig,
+        runtime: Runtime,
+    ) -> "_Queries":
+        """q [T, features / dcp], or with `dcp_replicate_q` [T, features]."""
+        place, replicated = runtime.place, runtime.dcp_replicate_q
+        features = q.shape[1] * (1 if replicated else place.dcp)
+        heads, kv_heads = config.num_heads // place.tp, max(1, config.num_kv_heads // place.tp)
+        own = own_heads(heads, kv_heads, config.head_dim, features // place.dcp, place.dcp)
+
+        def finished(q: jax.Array) -> jax.Array:
+            with jax.named_scope("rope"):
+                return rotate(_heads(q, norm, config), angles) * config.head_dim**-0.5
+
+        if work.gathered_keys is not None and own.are_whole and not replicated:
+            return cls(None, finished(q), own, features)
+        with jax.named_scope("gather_query"):
+            q = q if replicated else gather_over_dcp(q)
+        return cls(finished(q[:, : heads * config.head_dim]), None, own, features)
+
+    def of_group(self, tokens: jax.Array | None) -> jax.Array:
+        """[n, H / tp, D] of some tokens."""
+        if self.group is not None:
+            return rows_of(self.group, tokens)
+        assert self.own is not None
+        with jax.named_scope("gather_query"):
+            return gather_over_dcp(rows_of(self.own, tokens))
+
+    def of_rank(self) -> jax.Array:
+        """[T, heads of this rank, D]."""
+        if self.own is not None:
+            return self.own
+        assert self.group is not None
+        return self.heads.take(self.group)
 
 
 def _heads(x: jax.Array, norm: jax.Array | None, config: ModelConfig) -> jax.Array:

@@ -10,7 +10,7 @@ A block holds `block_size` consecutive positions of one request for any layout; 
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ class CacheGeometry:
         stripe, within = slot // self.interleave, slot % self.interleave
         return block * self.block_size + (stripe * self.dcp + rank) * self.interleave + within
 
-    def blocks(self, tokens: int) -> int:
+    def blocks(self, tokens: Ints) -> Ints:
         """Blocks that hold this many tokens."""
         return -(-tokens // self.block_size)
 
@@ -154,6 +154,8 @@ class LayerCache:
     # [N, dcp, K, P, D] cache dtype
     values: Leaf
 
+    SLOT_AXES: ClassVar = (4, 3)  # along which each array has a block's slots
+
     @property
     def num_blocks(self) -> int:
         return self.keys.shape[0]
@@ -175,6 +177,15 @@ class LayerCache:
         keys, values = self.keys[ids, 0].transpose(0, 3, 1, 2), self.values[ids, 0].transpose(0, 2, 1, 3)
         return decode(keys).reshape(-1, *keys.shape[2:]), decode(values).reshape(-1, *values.shape[2:])
 
+    def read_stored(self, ids: jax.Array) -> "LayerCache":
+        """Per device: the whole blocks `ids` [n] as a cache of their own."""
+        return LayerCache(_read_blocks(self.keys, ids), _read_blocks(self.values, ids))
+
+    def of_tokens(self, new: tuple[jax.Array, ...], tokens: jax.Array) -> "LayerCache":
+        """Per device: new keys and values [T, K, D] as a cache like this one, whose blocks hold `tokens` [n, P]."""
+        keys, values = (encode(x, self.keys.dtype)[tokens][:, None] for x in new)
+        return LayerCache(keys.transpose(0, 1, 3, 4, 2), values.transpose(0, 1, 3, 2, 4))
+
     def write(self, new: tuple[jax.Array, ...], block: jax.Array, slot: jax.Array) -> "LayerCache":
         """Per device: store keys and values [T, K, D] at (block, slot) [T]; a block past the end is dropped."""
         k, v = new
@@ -189,6 +200,8 @@ class LatentCache:
 
     # [N, dcp, P, C + R] cache dtype
     latents: Leaf
+
+    SLOT_AXES: ClassVar = (2,)
 
     @property
     def num_blocks(self) -> int:
@@ -213,6 +226,15 @@ class LatentCache:
         latents = decode(self.latents[ids, 0]).reshape(-1, 1, self.value_dim)
         return latents, latents
 
+    def read_stored(self, ids: jax.Array) -> "LatentCache":
+        """Per device: the whole blocks `ids` [n] as a cache of their own."""
+        return LatentCache(_read_blocks(self.latents, ids))
+
+    def of_tokens(self, new: tuple[jax.Array, ...], tokens: jax.Array) -> "LatentCache":
+        """Per device: new latents [T, C + R] as a cache like this one, whose blocks hold `tokens` [n, P]."""
+        (latent,) = new
+        return LatentCache(encode(latent, self.latents.dtype)[tokens][:, None])
+
     def write(self, new: tuple[jax.Array, ...], block: jax.Array, slot: jax.Array) -> "LatentCache":
         """Per device: store latents [T, C + R] at (block, slot) [T]; a block past the end is dropped."""
         (latent,) = new
@@ -221,6 +243,16 @@ class LatentCache:
 
 Cache = LayerCache | LatentCache
 AnyCache = TypeVar("AnyCache", LayerCache, LatentCache)
+
+
+def _read_blocks(stored: jax.Array, ids: jax.Array) -> jax.Array:
+    """Whole blocks [n, ...], copied one by one as in `_read_slots`."""
+
+    def copy(index: jax.Array, blocks: jax.Array) -> jax.Array:
+        block = jax.lax.dynamic_index_in_dim(stored, ids[index], allow_negative_indices=False)
+        return jax.lax.dynamic_update_slice_in_dim(blocks, block, index, 0)
+
+    return jax.lax.fori_loop(0, ids.shape[0], copy, jnp.zeros((ids.shape[0], *stored.shape[1:]), stored.dtype))
 
 
 def _read_slots(stored: jax.Array, chunk: Chunk, axis: int) -> jax.Array:

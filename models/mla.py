@@ -13,17 +13,18 @@ import jax
 import jax.numpy as jnp
 
 from dcpjax.models import layers
-from dcpjax.models.attention.dispatch import attend_on_device
+from dcpjax.models.attention.dispatch import attend_and_merge, attend_on_device, attend_to_whole, rows_of
+from dcpjax.models.attention.gathered_keys import attend_to_gathered
 from dcpjax.models.attention.up_projected import UpProjection, prompt_partial, uses_up_projection
 from dcpjax.models.attention.work import Runtime, Work
 from dcpjax.models.checkpoint_names import HeadRows
 from dcpjax.models.config import LATENT_NORM_EPS, MLAConfig, ModelConfig
-from dcpjax.models.kv_cache import LatentCache
+from dcpjax.models.kv_cache import CacheGeometry, LatentCache
 from dcpjax.models.layers import NormedInput, rms_norm
 from dcpjax.models.rotary import Rotary, rotate, split_pairs
 from dcpjax.sharding import struct
 from dcpjax.sharding.arrays import ArraySpec, Axis, Leaf
-from dcpjax.sharding.merge import gather_over_dcp
+from dcpjax.sharding.merge import Partial, gather_over_dcp, rank
 from dcpjax.sharding.mesh import Layout
 
 
@@ -108,6 +109,11 @@ def run(
     1. own heads' queries, rope                  [T, H / devices, X + R]; gather over dcp -> [T, H / tp, X + R]
     3. partial attention                         over this rank's slots -> out [T, H / tp, Y], lse [T, H / tp]
     4. merge over dcp                            by lse -> [T, H / devices * Y], the own rows of o_proj
+
+    For prompts that attend to gathered keys, after 2:
+
+    3. gather latents over dcp                   piece by piece
+    4. attention                                 of the own heads over all positions [T, H / devices * Y]
     """
     place, mla = runtime.place, _config(config)
     dot = bind(layers.dot, single_cpu=place.single_cpu)
@@ -157,35 +163,69 @@ def _run_on_device(
     with jax.named_scope("rope"):
         q_nope, q_rope = jnp.split(q.reshape(tokens, -1, mla.qk_dim), [mla.nope_dim], axis=-1)
         q = jnp.concatenate([q_nope, rotate(split_pairs(q_rope), angles)], axis=-1)
-    if uses_up_projection(work, mla, runtime):
-        return _run_up_projected(q, latent, cache, work, up, mla, runtime)
+
+    def gather_queries(cache: LatentCache, work: Work, tokens: jax.Array | None) -> jax.Array:
+        rows = rows_of(q, tokens)
+        if uses_up_projection(work, mla, runtime):
+            return _up_projected(rows, cache, work, up, mla, runtime)
+        return _absorbed(rows, cache, work, up, mla, runtime)
+
+    def gather_keys(cache: LatentCache) -> jax.Array:
+        attend = bind(_attend_to_whole, q, up, mla, runtime)
+        part = attend_to_gathered((latent,), cache, work, runtime.geometry, None, attend)
+        return part.out.reshape(tokens, -1)
+
+    return attend_on_device((latent,), cache, work, runtime, gather_queries, gather_keys)
+
+
+def _absorbed(
+    q: jax.Array, cache: LatentCache, work: Work, up: UpProjection, mla: MLAConfig, runtime: Runtime
+) -> jax.Array:
+    """Per device: q [T, H / devices, X + R], rotated -> [T, H / devices * Y]."""
     with jax.named_scope("absorb"):
         q = up.absorb(q)
     with jax.named_scope("gather_query"):
         q = q if runtime.dcp_replicate_q else gather_over_dcp(q)
     features = q.shape[1] * mla.latent_rank
-    merged, cache = attend_on_device(q, (latent,), cache, work, features, runtime, value_dim=mla.latent_rank)
+    merged = attend_and_merge(q, cache, work, features, runtime, value_dim=mla.latent_rank)
     with jax.named_scope("up_projection"):
-        values = up.values_of(merged.reshape(tokens, -1, mla.latent_rank))
-    return values.reshape(tokens, -1), cache
+        values = up.values_of(merged.reshape(len(q), -1, mla.latent_rank))
+    return values.reshape(len(q), -1)
 
 
-def _run_up_projected(
-    q: jax.Array,
-    latent: jax.Array,
-    cache: LatentCache,
-    work: Work,
-    up: UpProjection,
-    mla: MLAConfig,
-    runtime: Runtime,
-) -> tuple[jax.Array, LatentCache]:
-    """Per device: q [T, H / devices, X + R], rotated -> [T, H / devices * Y], and the updated cache."""
+def _up_projected(
+    q: jax.Array, cache: LatentCache, work: Work, up: UpProjection, mla: MLAConfig, runtime: Runtime
+) -> jax.Array:
+    """The same with the keys and values of each head."""
     with jax.named_scope("gather_query"):
         q = q if runtime.dcp_replicate_q else gather_over_dcp(q)
     with jax.named_scope("gather_up_projection"):
         up = _gather_up_projection(up, mla, runtime)
     attention = bind(prompt_partial, up=up, mla=mla, runtime=runtime)
-    return attend_on_device(q, (latent,), cache, work, q.shape[1] * mla.value_dim, runtime, attention=attention)
+    return attend_and_merge(q, cache, work, q.shape[1] * mla.value_dim, runtime, attention=attention)
+
+
+def _attend_to_whole(
+    q: jax.Array,
+    up: UpProjection,
+    mla: MLAConfig,
+    runtime: Runtime,
+    cache: LatentCache,
+    work: Work,
+    geometry: CacheGeometry,
+) -> Partial:
+    """Attention of the own heads over a cache that is not split: q [T, H / devices, X + R] -> out [T, H / devices, Y].
+
+    With `dcp_replicate_q`, q and W_uk are those of all heads of the dcp group.
+    """
+    own = up.w_uv.shape[0]
+    if runtime.dcp_replicate_q:
+        q, w_uk = (jax.lax.dynamic_slice_in_dim(x, rank() * own, own, axis) for x, axis in ((q, 1), (up.w_uk, 0)))
+        up = up._replace(w_uk=w_uk)
+    if uses_up_projection(work, mla, runtime):
+        return prompt_partial(q, cache, work, geometry, jnp.int32(0), up=up, mla=mla, runtime=runtime)
+    out, lse = attend_to_whole(up.absorb(q), runtime)(cache, work, geometry)
+    return Partial(up.values_of(out), lse)
 
 
 def _gather_up_projection(up: UpProjection, mla: MLAConfig, runtime: Runtime) -> UpProjection:

@@ -15,8 +15,11 @@ import jax
 import numpy as np
 
 from dcpjax.engine.scheduler import Scheduled
-from dcpjax.models.attention.work import Tiles, Work
+from dcpjax.models.attention.work import Work
+from dcpjax.models.exchange import PromptExchange
 from dcpjax.models.kv_cache import CacheGeometry
+from dcpjax.runtime.gathered import with_gathered_keys
+from dcpjax.runtime.tiles import list_tiles, padded, placed
 from dcpjax.sharding import struct
 
 PREFILL_TILE = 64  # query tokens of a prompt that attend together
@@ -46,6 +49,13 @@ class ShapeBuckets:
     table_width: int
     # fewest tokens of a step in which all tokens of a prompt form one tile; None: tiles have a fixed size
     whole_prompts_from: int | None = None
+    # which prompts attend to gathered keys; None: none does
+    prompt_exchange: PromptExchange | None = None
+
+    def gathers_keys(self, entry: Scheduled) -> bool:
+        """Whether the keys of this entry are gathered, not its queries."""
+        exchange = self.prompt_exchange
+        return entry.count > 1 and exchange is not None and exchange.keys_travel(entry.start, entry.count)
 
     def decode_only(self, step: Sequence[Scheduled]) -> bool:
         """Whether a step of single tokens alone runs a program of its own, without tiles of many tokens."""
@@ -101,43 +111,31 @@ def build(step: Sequence[Scheduled], shapes: ShapeBuckets, geometry: CacheGeomet
         padded(positions, size, fill=-1),  # type: ignore[arg-type]
         padded(row_of, size, fill=-1),  # type: ignore[arg-type]
         table,  # type: ignore[arg-type]
-        _tiles(step, rows, size, tile, geometry),
+        list_tiles(placed(step), rows, size, tile, geometry),
     )
     seats = padded([entry.request.seat for entry in step], rows, fill=0)
+    work = _gather_keys(work, step, tile, shapes, geometry)
     return Batch(padded(tokens, size, fill=-1), work, padded(last, rows, fill=0), seats)  # type: ignore[arg-type]
 
 
-def padded(values: Sequence[int] | np.ndarray, size: int, *, fill: int) -> np.ndarray:
-    """[size] int32: the values, then `fill`."""
-    array = np.full(size, fill, np.int32)
-    array[: len(values)] = values
-    return array
-
-
-def _tiles(step: Sequence[Scheduled], rows: int, size: int, tile: int, geometry: CacheGeometry) -> tuple[Tiles, ...]:
-    """Tiles of one token for the decodes; when prompts run too, tiles of `tile` tokens for those."""
-    decodes = _tiles_of([entry.count == 1 for entry in step], step, 1)
-    tiles = [_pack(decodes, 1, rows, geometry)]
-    if tile:
-        prompts = _tiles_of([entry.count > 1 for entry in step], step, tile)
-        tiles.append(_pack(prompts, tile, size // tile + rows, geometry))
-    return tuple(tiles)
-
-
-def _tiles_of(wanted: Sequence[bool], step: Sequence[Scheduled], size: int) -> list[tuple[int, int, int]]:
-    """(first token in the step, row, last position) of each tile of the wanted entries."""
-    tiles, first = [], 0
-    for row, (entry, want) in enumerate(zip(step, wanted, strict=True)):
-        for offset in range(0, entry.count if want else 0, size):
-            count = min(size, entry.count - offset)
-            tiles.append((first + offset, row, entry.start + offset + count - 1))
-        first += entry.count
-    return tiles
-
-
-def _pack(tiles: Sequence[tuple[int, int, int]], size: int, capacity: int, geometry: CacheGeometry) -> Tiles:
-    start, row, chunks = np.zeros((3, capacity), np.int32)
-    if tiles:
-        start[: len(tiles)], row[: len(tiles)], last_positions = np.array(tiles, np.int32).T
-        chunks[: len(tiles)] = geometry.chunks(last_positions + 1)
-    return Tiles(start, row, chunks, np.int32(len(tiles)), size)  # type: ignore[arg-type]
+def _gather_keys(
+    work: Work, step: Sequence[Scheduled], tile: int, shapes: ShapeBuckets, geometry: CacheGeometry
+) -> Work:
+    """The step with the keys gathered for those prompts for which that is cheaper."""
+    entries = placed(step)
+    prompts = [own for own in entries if shapes.gathers_keys(own.entry)]
+    if shapes.prompt_exchange is None or not prompts:
+        return work
+    others = [own for own in entries if not shapes.gathers_keys(own.entry)]
+    rows, only_decodes = len(work.block_table), all(own.entry.count == 1 for own in others)
+    count = rows if only_decodes else shapes.tokens(sum(own.entry.count for own in others))
+    return with_gathered_keys(
+        work,
+        prompts,
+        others,
+        tile=tile,
+        other_tokens=0 if rows == 1 else count,
+        other_tile=0 if only_decodes else shapes.prefill_tile(count),
+        piece_blocks=max(1, shapes.prompt_exchange.positions // geometry.block_size),
+        geometry=geometry,
+    )

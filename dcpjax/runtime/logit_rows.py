@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dcpjax.engine.scheduler import Scheduled
-from dcpjax.runtime.batch import Batch, ShapeBuckets, padded
+from dcpjax.runtime.batch import Batch, ShapeBuckets
+from dcpjax.runtime.tiles import padded
 from dcpjax.sampling.bucket_size import bucket_size
 from dcpjax.sampling.known_tokens import KnownTokens
 from dcpjax.sampling.sampler import SamplingBatch

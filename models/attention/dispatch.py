@@ -4,6 +4,7 @@ One function serves decode (one query token per request), verification of drafts
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial as bind
 from typing import Any
 
@@ -19,8 +20,33 @@ from dcpjax.sharding.merge_cost import MergeSize, fastest
 
 
 def attend_on_device(
-    q: jax.Array,
     new: tuple[jax.Array, ...],
+    cache: AnyCache,
+    work: Work,
+    runtime: Runtime,
+    gather_queries: Callable[[AnyCache, Work, jax.Array | None], jax.Array],
+    gather_keys: Callable[[AnyCache], jax.Array],
+) -> tuple[jax.Array, AnyCache]:
+    """Write and attend, inside `shard_map`; shared by grouped-query and latent attention.
+
+    `gather_queries(cache, work, tokens)` attends with the queries of the step's `tokens` [n], all of it for None, and
+    gives the rank's own features [n, features / dcp] of the merged result; `gather_keys(cache)` does so with gathered
+    keys [T, features / dcp], for the prompts that `work.gathered_keys` names.
+    """
+    with jax.named_scope("cache_write"):
+        cache = write(cache, new, work, runtime.geometry, rank(), choose_cache_write(cache, runtime))
+    keys = work.gathered_keys
+    if keys is None:
+        return gather_queries(cache, work, None), cache
+    features = gather_keys(cache)
+    if keys.other_work is not None:
+        others = gather_queries(cache, keys.other_work, keys.others)
+        features = features.at[keys.others].set(others, mode="drop")
+    return features, cache
+
+
+def attend_and_merge(
+    q: jax.Array,
     cache: AnyCache,
     work: Work,
     features: int,
@@ -28,21 +54,35 @@ def attend_on_device(
     *,
     value_dim: int | None = None,
     attention: Callable[..., Partial] | None = None,
-) -> tuple[jax.Array, AnyCache]:
-    """Write, attend and merge, inside `shard_map`; shared by grouped-query and latent attention.
+) -> jax.Array:
+    """Attention over the slots of this rank, merged over `dcp`.
 
     Per device: q [T, H, D] of all heads of the dcp group, rotated and scaled -> this rank's [T, features / dcp] of the
-    merged features, and the updated cache. `features` are H * Y, padded so that dcp divides them. `value_dim`: keep
-    only the first so many of the cache's value dimensions. `attention`: a function like `paged_partial` to use in
-    place of the one that `choose_attention` returns.
+    merged features. `features` are H * Y, padded so that dcp divides them. `value_dim`: keep only the first so many of
+    the cache's value dimensions. `attention`: a function like `paged_partial` to use in place of the one that
+    `choose_attention` returns.
     """
-    with jax.named_scope("cache_write"):
-        cache = write(cache, new, work, runtime.geometry, rank(), choose_cache_write(cache, runtime))
     attend = bind(_attend, cache, runtime, value_dim, attention)
     merge = bind(_merge_over_dcp, features, runtime)
     if runtime.dcp_overlap and runtime.place.dcp > 1 and _only_decodes(work):
-        return _attend_in_halves(attend, merge, q, work), cache
-    return merge(attend(q, work)), cache
+        return _attend_in_halves(attend, merge, q, work)
+    return merge(attend(q, work))
+
+
+def attend_to_whole(q: jax.Array, runtime: Runtime) -> Callable[[Cache, Work, CacheGeometry], Partial]:
+    """Attention of q [T, H, D], rotated and scaled, over a cache that is not split over `dcp`."""
+
+    def attend(cache: Cache, work: Work, geometry: CacheGeometry) -> Partial:
+        with jax.named_scope("partial"):
+            attention = choose_attention(cache, work, replace(runtime, geometry=geometry))
+            return attention(q, cache, work, geometry, jnp.int32(0))
+
+    return attend
+
+
+def rows_of(x: jax.Array, tokens: jax.Array | None) -> jax.Array:
+    """The rows of x [T, ...] for these tokens [n], 0 where a token is T; all rows for None."""
+    return x if tokens is None else x.at[tokens].get(mode="fill", fill_value=0.0)
 
 
 def write(

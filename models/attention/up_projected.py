@@ -61,9 +61,9 @@ def uses_up_projection(work: Work, mla: MLAConfig, runtime: Runtime) -> bool:
 
     The bodies "gather" and "pallas" have only the absorbed form.
     """
-    if len(work.tiles) == 1 or runtime.attention_body not in ("auto", "loop"):
+    if work.tiles[-1].size == 1 or runtime.attention_body not in ("auto", "loop"):
         return False
-    return work.tiles[1].size >= up_projection_threshold(mla)
+    return work.tiles[-1].size >= up_projection_threshold(mla)
 
 
 class UpProjection(NamedTuple):
@@ -116,14 +116,16 @@ def prompt_partial(
 ) -> Partial:
     """Attention over this rank's slots as by `paged_partial`, but with queries and results as the heads have them.
 
-    Per device: q [T, H, X + R] (not scaled) -> out [T, H, Y], lse [T, H]. The first group of the step's tiles holds
-    single tokens, which are absorbed and attend by the function that `choose_attention` returns.
+    Per device: q [T, H, X + R] (not scaled) -> out [T, H, Y], lse [T, H]. If the step's tiles are in two groups, the
+    first holds single tokens, which are absorbed and attend by the function that `choose_attention` returns.
     """
-    single, many = work.tiles
+    *single, many = work.tiles
     step = _StepInputs(q.swapaxes(0, 1)[:, :, None], cache, work, geometry, rank, up, up.to_float32())
     out, lse = _on_cpu(q, many, step, mla, runtime) or step.partial(many, up_projection_threshold(mla))
-    index, alone = _single_tokens(q, single, step, runtime)
-    return Partial(out.at[index].set(alone.out, mode="drop"), lse.at[index].set(alone.lse, mode="drop"))
+    for tiles in single:
+        index, alone = _single_tokens(q, tiles, step, runtime)
+        out, lse = out.at[index].set(alone.out, mode="drop"), lse.at[index].set(alone.lse, mode="drop")
+    return Partial(out, lse)
 
 
 def _on_cpu(q: jax.Array, tiles: Tiles, step: "_StepInputs", mla: MLAConfig, runtime: Runtime) -> Partial | None:

@@ -33,6 +33,30 @@ class Tiles:
 
 
 @struct.dataclass
+class GatheredKeys:
+    """Which prompts of a step attend to gathered keys, and where those are: see `gathered_keys`."""
+
+    # [T] int32, host: how many tokens of the same request in this step come before; -1 where queries are gathered
+    index_in_chunk: jax.Array
+    # [blocks] int32, host: index into the step of the first token of each block of new keys
+    first_tokens: jax.Array
+    # [B, W] int32, host: each row's blocks of new keys, -1 for padding
+    new_blocks: jax.Array
+    # [B] int32, host: each row's tokens that the cache held before the step; 0 where queries are gathered
+    cached: jax.Array
+    # [B] int32, host: cached blocks to gather, of this row and those above it
+    ends: jax.Array
+    # [] int32, host: pieces in which they are gathered
+    pieces: jax.Array
+    # [n] int32, host: index into the step of each token whose query is gathered, T for padding
+    others: jax.Array
+    # those tokens as a step of their own; None if the step cannot have any
+    other_work: "Work | None"
+    # blocks of a piece
+    piece_blocks: int = struct.static()
+
+
+@struct.dataclass
 class Work:
     """What attention needs to know about a step's T tokens."""
 
@@ -42,8 +66,11 @@ class Work:
     rows: jax.Array
     # [B, W] int32, host: block ids of each row's request, -1 for padding; W a multiple of `chunk_blocks`
     block_table: jax.Array
-    # tiles of one token, and in steps with prompts also tiles of many: each token is in exactly one tile
+    # tiles of one token, and in steps with prompts also tiles of many: each token is in exactly one tile. With
+    # `gathered_keys`, tiles of those prompts alone, which visit the chunks of new keys
     tiles: tuple[Tiles, ...]
+    # None: the queries of all tokens are gathered
+    gathered_keys: GatheredKeys | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
