@@ -163,11 +163,11 @@ class PromptExchange:
         return send("all_gather", held * one_head, ranks, self.key_bytes)
 
     @property
-    def piece_bytes(self) -> float:
-        """Of a gathered piece on each device."""
+    def position_bytes(self) -> float:
+        """Of one gathered position on each device."""
         mla = self.config.mla
         width = mla.cached_dim if mla else self._own_heads.kv_heads.shape[1] * 2 * self.config.head_dim
-        return self.positions * width * self.key_bytes
+        return width * self.key_bytes
 
     def _query_parts(self, new: int) -> tuple[Send, ...]:
         """A rank whose features are not whole heads needs queries of other ranks even so."""

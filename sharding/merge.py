@@ -139,7 +139,7 @@ def own_features(flat: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(flat, rank() * size, size, axis=-1)
 
 
-MERGES: dict[Merge, Callable[[Partial, int, Any], jax.Array]] = {
+MERGES: dict[Merge, Callable[..., jax.Array]] = {
     "ag_rs": merge_ag_rs,
     "a2a": merge_a2a,
     "psum": merge_psum,

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial as bind
 from typing import Any
 
@@ -35,6 +36,12 @@ def scheduled(lengths: list[int], count: int = 1, **params: Any) -> list[Schedul
         )
         for number, length in enumerate(lengths)
     ]
+
+
+def with_gathered_queries(runner: Runner) -> Runner:
+    """The runner, from now on with the queries of prompts gathered and never their keys."""
+    runner.shapes = replace(runner.shapes, prompt_exchange=None)
+    return runner
 
 
 def run(runner: Runner, step: list[Scheduled]) -> StepResult:

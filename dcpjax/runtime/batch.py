@@ -8,7 +8,7 @@ that few programs are compiled. Padding is -1 and is dropped on the device; a to
     rows    |  0 |  1 |  2 |  3  3  3  3  3 |  4  4  4 | -1 -1 |
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -19,7 +19,7 @@ from dcpjax.models.attention.work import Work
 from dcpjax.models.exchange import PromptExchange
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.runtime.gathered import with_gathered_keys
-from dcpjax.runtime.tiles import list_tiles, padded, placed
+from dcpjax.runtime.tiles import Placed, list_tiles, padded, placed
 from dcpjax.sharding import struct
 
 PREFILL_TILE = 64  # query tokens of a prompt that attend together
@@ -56,6 +56,11 @@ class ShapeBuckets:
         """Whether the keys of this entry are gathered, not its queries."""
         exchange = self.prompt_exchange
         return entry.count > 1 and exchange is not None and exchange.keys_travel(entry.start, entry.count)
+
+    def piece_blocks(self, rows: int, geometry: CacheGeometry) -> int:
+        """Blocks of gathered keys in a piece: no more than the requests can have."""
+        assert self.prompt_exchange is not None
+        return max(1, min(self.prompt_exchange.positions // geometry.block_size, rows * self.table_width))
 
     def decode_only(self, step: Sequence[Scheduled]) -> bool:
         """Whether a step of single tokens alone runs a program of its own, without tiles of many tokens."""
@@ -121,21 +126,37 @@ def build(step: Sequence[Scheduled], shapes: ShapeBuckets, geometry: CacheGeomet
 def _gather_keys(
     work: Work, step: Sequence[Scheduled], tile: int, shapes: ShapeBuckets, geometry: CacheGeometry
 ) -> Work:
-    """The step with the keys gathered for those prompts for which that is cheaper."""
-    entries = placed(step)
-    prompts = [own for own in entries if shapes.gathers_keys(own.entry)]
-    if shapes.prompt_exchange is None or not prompts:
+    """The step with the keys gathered for those prompts for which that is cheaper.
+
+    The queries of other prompts are gathered beside them if these have few tokens: a program has room for the queries
+    of decodes, of a quarter of its tokens or of all. Otherwise all prompts go the way that is cheaper for all.
+    """
+    exchange, entries = shapes.prompt_exchange, placed(step)
+    if exchange is None or not tile:
         return work
-    others = [own for own in entries if not shapes.gathers_keys(own.entry)]
-    rows, only_decodes = len(work.block_table), all(own.entry.count == 1 for own in others)
-    count = rows if only_decodes else shapes.tokens(sum(own.entry.count for own in others))
+    prompts, others = _split(entries, lambda own: shapes.gathers_keys(own.entry))
+    size, rows = len(work.positions), len(work.block_table)
+    few = max(LEAST_TOKENS, size // 4)
+    if sum(own.entry.count for own in others) > few and any(own.entry.count > 1 for own in others):
+        every = [own.entry for own in entries if own.entry.count > 1]
+        all_keys = exchange.keys_travel(sum(entry.start for entry in every), sum(entry.count for entry in every))
+        prompts, others = _split(entries, lambda own: own.entry.count > 1 and all_keys)
+    if not prompts:
+        return work
+    only_decodes = all(own.entry.count == 1 for own in others)
+    other_tokens = rows if only_decodes else few
     return with_gathered_keys(
         work,
         prompts,
         others,
         tile=tile,
-        other_tokens=0 if rows == 1 else count,
-        other_tile=0 if only_decodes else shapes.prefill_tile(count),
-        piece_blocks=max(1, shapes.prompt_exchange.positions // geometry.block_size),
+        other_tokens=0 if rows == 1 else other_tokens,
+        other_tile=0 if only_decodes else shapes.prefill_tile(few),
+        piece_blocks=shapes.piece_blocks(rows, geometry),
         geometry=geometry,
     )
+
+
+def _split(entries: Sequence[Placed], chosen: Callable[[Placed], bool]) -> tuple[list[Placed], list[Placed]]:
+    """Those that are chosen, and the others."""
+    return [own for own in entries if chosen(own)], [own for own in entries if not chosen(own)]

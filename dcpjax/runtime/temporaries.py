@@ -5,6 +5,7 @@ The compiled programs of small models need between a quarter of it and all of it
 
 import math
 
+from dcpjax.models.attention.gathered_keys import NEW_KEYS
 from dcpjax.models.attention.up_projected import PIECE
 from dcpjax.models.config import ModelConfig
 from dcpjax.models.exchange import PromptExchange
@@ -26,8 +27,15 @@ def step_temporaries(
     hidden = tokens * config.hidden_size
     layers = tokens * _numbers_per_token(config, layout) + _scores(config, layout, tokens)
     sampling = 3 * rows * config.vocab_size  # logits of the own rows, of all rows, and as the options change them
-    gathered = 0 if prompts is None else math.ceil(PIECE_COPIES * prompts.piece_bytes)
-    return FLOAT32 * (hidden + max(layers, sampling)) + gathered
+    return FLOAT32 * (hidden + max(layers, sampling)) + _gathered_keys(prompts, tokens, rows)
+
+
+def _gathered_keys(prompts: PromptExchange | None, tokens: int, rows: int) -> int:
+    """Of one layer: a piece of the cached keys, and blocks of new keys, of which each request may leave one open."""
+    if prompts is None:
+        return 0
+    new = tokens + min(rows, tokens // 2) * NEW_KEYS.block_size
+    return math.ceil(prompts.position_bytes * (PIECE_COPIES * prompts.positions + 2 * new))
 
 
 def _numbers_per_token(config: ModelConfig, layout: Layout) -> int:

@@ -17,6 +17,7 @@ from dcpjax.runtime.compiling import run_all
 from dcpjax.runtime.runner import Runner
 
 Step = list[Scheduled]
+Span = tuple[int, int]  # tokens cached before, tokens of the step
 
 
 def warm_up(runner: Runner, choice: Warmup, *, threads: int | None = None) -> None:
@@ -43,7 +44,7 @@ def steps(shapes: ShapeBuckets, max_model_len: int, choice: Warmup) -> list[Step
 
 def decode_steps(shapes: ShapeBuckets) -> Iterator[Step]:
     for rows in _buckets(shapes.rows, _most_rows(shapes)):
-        yield from _steps([1] * rows, shapes)
+        yield from _steps([(0, 1)] * rows, shapes)
 
 
 def prompt_steps(shapes: ShapeBuckets, max_model_len: int) -> Iterator[Step]:
@@ -53,20 +54,36 @@ def prompt_steps(shapes: ShapeBuckets, max_model_len: int) -> Iterator[Step]:
         for bucket in _buckets(shapes.prompt_rows, _most_rows(shapes)):
             rows = min(bucket, tokens - 1)  # at least one has several tokens
             if rows >= 1 and shapes.prompt_rows(rows) == bucket and rows * max_model_len > fewer:
-                yield from _steps([1] * (rows - 1) + [tokens - rows + 1], shapes)
+                for entries in _prompts(rows, tokens, shapes, max_model_len):
+                    yield from _steps(entries, shapes)
         fewer = tokens
 
 
-def _steps(counts: list[int], shapes: ShapeBuckets) -> Iterator[Step]:
-    """Entries of so many tokens each. All are sampled, or fewer, so that the sampled rows have a smaller shape."""
-    for sampled in _buckets(shapes.rows, len(counts)):
-        yield [_entry(number, count, number < sampled) for number, count in enumerate(counts)]
+def _prompts(rows: int, tokens: int, shapes: ShapeBuckets, max_model_len: int) -> Iterator[list[Span]]:
+    """Decodes and a prompt; where a prompt's keys or queries can be gathered, also with queries, and with both."""
+    count = tokens - rows + 1
+    decodes: list[Span] = [(0, 1)] * (rows - 1)
+    yield [*decodes, (0, count)]
+    exchange, context = shapes.prompt_exchange, max_model_len - count
+    if exchange is None:
+        return
+    if context > 0 and not exchange.keys_travel(context, count):
+        yield [*decodes, (context, count)]
+    context, more = max_model_len - 2, count - 1  # two tokens of another prompt in place of a decode
+    if decodes and more > 1 and exchange.keys_travel(0, more) and not exchange.keys_travel(context, 2):
+        yield [*decodes[1:], (context, 2), (0, more)]
 
 
-def _entry(number: int, count: int, samples: bool) -> Scheduled:
+def _steps(spans: list[Span], shapes: ShapeBuckets) -> Iterator[Step]:
+    """Entries of these tokens. All are sampled, or fewer, so that the sampled rows have a smaller shape."""
+    for sampled in _buckets(shapes.rows, len(spans)):
+        yield [_entry(number, *span, number < sampled) for number, span in enumerate(spans)]
+
+
+def _entry(number: int, cached: int, count: int, samples: bool) -> Scheduled:
     greedy = SamplingParams(temperature=0)
-    request = Request(number=number, prompt_token_ids=[0] * count, params=greedy, max_tokens=1, seat=number)
-    return Scheduled(request, 0, count, [], samples)
+    request = Request(number=number, prompt_token_ids=[0] * (cached + count), params=greedy, max_tokens=1, seat=number)
+    return Scheduled(request, cached, count, [], samples)
 
 
 def _buckets(rounded: Callable[[int], int], most: int) -> list[int]:

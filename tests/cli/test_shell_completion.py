@@ -102,7 +102,9 @@ def test_zsh_knows_the_file_by_its_first_line_and_each_quote_is_closed(script):
     text = script("zsh")
     assert text.startswith("#compdef dcpjax\n_dcpjax() {\n")
     assert all(line.count("'") % 2 == 0 for line in text.splitlines())
-    assert "'generate --dtype'|'generate --kv-cache-dtype') compadd -- auto float32 bfloat16; return ;;" in text
+    flags = ("--dtype", "--kv-cache-dtype", "--dcp-exchange-dtype")
+    cases = "|".join(f"'generate {flag}'" for flag in flags)
+    assert f"{cases}) compadd -- auto float32 bfloat16; return ;;" in text
 
 
 def test_fish_has_a_line_for_each_flag_and_each_quote_is_closed(script):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from compiled_steps import MERGE_COLLECTIVES, compiled, instructions, scheduled
+from compiled_steps import MERGE_COLLECTIVES, compiled, instructions, scheduled, with_gathered_queries
 from harness import GOLDENS, golden, golden_runner, loaded
 
 from dcpjax.api.config import EngineConfig
@@ -78,7 +78,7 @@ def test_the_cache_holds_the_latent_and_the_rope_key_and_nothing_else():
 @cache
 def program(tp: int, dcp: int, merge: str = "ag_rs", *, chunk: bool = False) -> Any:
     step = scheduled([20], count=20) if chunk else scheduled([20, 40])
-    return compiled(runner(tp, dcp, merge), step)
+    return compiled(with_gathered_queries(runner(tp, dcp, merge)), step)
 
 
 PROGRAMS = [

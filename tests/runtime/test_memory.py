@@ -1,5 +1,6 @@
 """The default size of the cache: what the planner says, and within what XLA has reserved."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ from harness import GOLDENS, golden_runner
 
 from dcpjax.api.config import EngineConfig
 from dcpjax.engine.limits import step_limits
+from dcpjax.models.exchange import ACCELERATOR_PIECE_POSITIONS
 from dcpjax.planning.planner import plan
 from dcpjax.runtime.memory import (
     block_bytes_per_device,
@@ -46,6 +48,7 @@ def default_bytes(model: Any, platform: str, **stats: int) -> int:
         config=config,
         layout=model.layout,
         weight_specs=model.weight_specs,
+        prompt_exchange=replace(own, positions=ACCELERATOR_PIECE_POSITIONS) if (own := model.prompt_exchange) else None,
     )
     return default_cache_bytes(fake, engine, limits)
 

@@ -17,6 +17,7 @@ from compiled_steps import (
     make_runner,
     run,
     scheduled,
+    with_gathered_queries,
 )
 from harness import sample
 
@@ -30,7 +31,7 @@ from dcpjax.runtime.programs import padded_pairs
 def test_the_step_holds_exactly_the_designed_collectives(tp: int, dcp: int, merge: str) -> None:
     if merge == "a2a":
         assert 8 // tp % dcp == 0, "this test is of heads that divide; those that do not gather the lse too"
-    runner = make_runner(tp, dcp, dcp_comm_backend=merge)
+    runner = with_gathered_queries(make_runner(tp, dcp, dcp_comm_backend=merge))
     layers = runner.model.config.num_layers
     expected = Counter({kind: layers * count for kind, count in MERGE_COLLECTIVES[merge].items()})
     expected["all-reduce"] += 2 * layers  # o_proj and MLP
@@ -64,7 +65,7 @@ def test_tensor_parallelism_alone_merges_nothing() -> None:
 
 @pytest.mark.parametrize(("tp", "dcp"), sample([(1, 1), (1, 8), (2, 4), (8, 1)], (1, 1), (2, 4)))
 def test_no_collective_moves_the_cache_and_every_cache_byte_is_aliased(tp: int, dcp: int) -> None:
-    runner = make_runner(tp, dcp)
+    runner = with_gathered_queries(make_runner(tp, dcp))
     per_device = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(runner.cache))
     smallest = min(array.addressable_shards[0].data.size for array in jax.tree.leaves(runner.cache))
     for step in (scheduled([20, 40]), scheduled([20], count=20)):
@@ -99,13 +100,15 @@ def test_the_cache_lies_where_the_rules_say() -> None:
 def test_other_lengths_of_the_same_shape_compile_nothing() -> None:
     runner = make_runner(1, 8)
     run(runner, scheduled([5, 9, 40]))
-    run(runner, scheduled([20], count=20))
+    run(runner, scheduled([20], count=20))  # gathers keys, of which there are none
+    run(runner, scheduled([29], count=20))  # gathers queries
     programs = runner.programs.forward._cache_size()
     for lengths in ([1, 2, 3], [60, 1, 17], [33, 32, 31]):
         run(runner, scheduled(lengths))
     for count in (17, 25, 32):
         run(runner, scheduled([count + 9], count=count))
-    assert runner.programs.forward._cache_size() == programs == 2
+        run(runner, scheduled([count], count=count))
+    assert runner.programs.forward._cache_size() == programs == 3
 
 
 def test_a_new_step_keeps_the_cache_on_its_devices() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compiled_steps import compiled, instructions, scheduled
+from compiled_steps import compiled, instructions, scheduled, with_gathered_queries
 from harness import GOLDENS, Stepper, golden_runner, sample
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,6 +151,7 @@ def test_auto_compiles_another_merge_for_each_shape(monkeypatch):
     )
     monkeypatch.setattr(model_module, "find_link", lambda mesh, folder: link)
     auto = make_runner.__wrapped__("llama3", 1, 8, dcp_comm_backend="auto", max_num_seqs=1)
+    with_gathered_queries(auto)
     assert fastest(merge_size(auto, 1), link) == "a2a"
     assert fastest(merge_size(auto, 32), link) == "ag_rs"
     few, many = kinds(auto, scheduled([20])), kinds(auto, scheduled([20], count=20))
