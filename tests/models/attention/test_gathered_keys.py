@@ -330,4 +330,4 @@ def test_memory_is_bounded_by_the_piece_and_not_by_the_context() -> None:
     config = runner("deepseek-v3", 8).model.config
     assert config.mla is not None
     added = 480 * config.mla.cached_dim * 4
-    assert added <= temporaries(512, 512) - long <= PIECE_COPIES * added
+    assert 0 < temporaries(512, 512) - long <= PIECE_COPIES * added
