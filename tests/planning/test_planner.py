@@ -599,8 +599,8 @@ def test_text_is_aligned_marks_the_choice_and_says_that_times_are_floors():
 
 def test_the_exchange_of_every_merge_is_told_for_the_chosen_layout():
     answer = plan("kimi-k2", tensor_parallel_size=8, dtype="nvfp4", concurrency=100)
-    part = 100 * 7 / 8 * 4 * 64
-    sizes = (part * 576, part * (512 + 8), part * 513, 2 * part * 514)
+    part = 100 * 7 / 8 * 64  # values are sent in bfloat16, the lse of each head in float32: gathered, or summed twice
+    sizes = (part * 2 * 576, part * (2 * 512 + 8 * 4), part * (2 * 512 + 8 * 4), part * (2 * 2 * 512 + 2 * 2 * 4))
     query, *merges = [f"{size / 1e6:.3g} MB" for size in sizes]
     sent = f"{merges[0]} with ag_rs, {merges[1]} with a2a, {merges[2]} with psum"
     expected = f"{query} to gather the queries, and to merge {sent}."

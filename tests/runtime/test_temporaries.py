@@ -28,7 +28,8 @@ def test_the_bound_holds_and_is_not_far_from_what_is_needed(family: str, tp: int
     runner = golden_runner(family, tp, dcp, max_num_batched_tokens=tokens)
     step = scheduled([tokens], count=tokens)
     needed = max(beside_weights_and_cache(program(runner, step)) for program in (compiled, compiled_choice))
-    bound = step_temporaries(runner.model.config, runner.model.layout, tokens=tokens, rows=1)
+    model = runner.model
+    bound = step_temporaries(model.config, model.layout, tokens=tokens, rows=1, prompts=model.prompt_exchange)
     assert needed <= bound <= LOOSEST * needed
 
 
