@@ -20,6 +20,7 @@ from dcpjax.engine.scheduler import Scheduled
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.planning.floor import floor
 from dcpjax.planning.hardware import find_hardware
+from dcpjax.planning.model_config import Model
 from dcpjax.planning.planner import plan
 from dcpjax.sharding.mesh import Layout
 from dcpjax.simulation.arrivals import prompt
@@ -246,7 +247,7 @@ def test_a_prompt_costs_its_pairs_of_tokens_and_no_logits_until_its_end():
     assert middle.latency_seconds == end.latency_seconds > 0
 
 
-def floor_and_cost(model: object, **options):
+def floor_and_cost(model: Model, **options):
     planned = plan(model, hardware="b200", **options)
     layout = Layout(tensor_parallel_size=8, decode_context_parallel_size=8)
     head = head_cost(planned.config, layout, planned.dtype)
