@@ -164,10 +164,20 @@ class PromptExchange:
 
     @property
     def position_bytes(self) -> float:
-        """Of one gathered position on each device."""
+        """Of the keys and values of one gathered position on each device."""
         mla = self.config.mla
         width = mla.cached_dim if mla else self._own_heads.kv_heads.shape[1] * 2 * self.config.head_dim
         return width * self.key_bytes
+
+    @property
+    def repeated_heads(self) -> float:
+        """With how many heads the ranks attend to gathered keys, all together, per head of the dcp group.
+
+        More than 1 where a rank's features are parts of heads: a head that is split attends on each of its ranks.
+        """
+        if self.config.mla is not None:
+            return 1.0
+        return self._own_heads.size * self.layout.devices / self.config.num_heads
 
     def _query_parts(self, new: int) -> tuple[Send, ...]:
         """A rank whose features are not whole heads needs queries of other ranks even so."""

@@ -14,16 +14,22 @@ from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.checkpoint.gguf_header import read_header
 from dcpjax.checkpoint.gguf_source import GGUFSource
 from dcpjax.checkpoint.model_files import open_model
+from dcpjax.checkpoint.presets import PRESETS
 from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduled
 from dcpjax.models.config import from_hf
+from dcpjax.planning.hardware import HARDWARE
+from dcpjax.planning.planner import plan
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 from bench_prefill import chunks, prefill_operations  # noqa: E402
 from bench_throughput import Answer, Kind, Profile, export, kind_of, random_prompts, report, rounds  # noqa: E402
+from count_projections import HEAD, Projection, ways  # noqa: E402
+from count_projections import rows as projection_rows  # noqa: E402
 from measuring import row  # noqa: E402
 from other_runtimes import read_all, write_gguf  # noqa: E402
+from simulate_agents import B200, Agents, once_warm, simulated  # noqa: E402
 
 LLAMA_FIELDS = {
     "llama.block_count": 1,
@@ -171,3 +177,61 @@ def test_an_interpreter_without_vllm_is_refused_by_name():
 def test_llama_cpp_is_refused_where_its_package_is_missing(script):
     sentence = refused(script, "--llama-cpp")
     assert "--llama-cpp must run in an environment with llama-cpp-python, but this one has none; pip" in sentence
+
+
+def test_gathered_projections_are_counted_as_by_hand():
+    """Llama-3.1-8B: 32 layers of 4,096 x 2 x 8 x 128 weights; B200: 8 TB/s, 2,250 TFLOPS, a link of 900 GB/s."""
+    llama = Projection.of(from_hf(PRESETS["llama-3.1-8b"]))
+    weights = 32 * 4096 * 2048
+    assert llama.weight_bytes == 2 * weights
+    decodes = ways(llama, 64, HARDWARE["b200"])
+    assert decodes.replicated == pytest.approx(2 * weights / 8e12)
+    assert decodes.riding == pytest.approx(2 * weights / 8 / 8e12 + 32 * 64 * 7 / 8 * 2048 * 2 / 900e9)
+    assert decodes.alone == pytest.approx(decodes.riding + 32e-6)
+    prompt = ways(llama, 2048, HARDWARE["b200"])
+    assert prompt.replicated == pytest.approx(2 * 2048 * weights / 2250e12)
+    assert Projection.of(from_hf(PRESETS["kimi-k2"])).weight_bytes == 61 * 7168 * 576 * 2
+
+
+def test_the_table_of_projections_is_what_its_script_prints():
+    table = "\n".join([HEAD, *projection_rows()])
+    assert table in (SCRIPTS.parent / "docs" / "performance.md").read_text()
+
+
+def test_agents_of_one_workload_fill_the_caches_as_published():
+    """86 % with 32 users and over 100 % with 64 at dcp 1, 82 % with 512 at dcp 8, counted without a simulation."""
+    agents = Agents()
+    planned = plan("kimi-k2.6", **{name: B200[name] for name in B200 if not name.startswith("max_")})
+    capacity = {row.dcp: row.tokens for row in planned.rows}
+
+    def usage(dcp: int, users: int) -> float:
+        own = agents.own + agents.answer / 2
+        return (min(agents.groups, users) * agents.shared + users * own) / capacity[dcp]
+
+    assert agents.shared + agents.own == pytest.approx(67_000, rel=0.002)
+    assert usage(1, 32) == pytest.approx(0.86, abs=0.02)
+    assert usage(1, 64) > 1
+    assert usage(8, 512) == pytest.approx(0.82, abs=0.01)
+
+
+def test_agents_share_the_prefix_of_their_group_and_their_own_history_grows():
+    agents = Agents()
+    first, next_turn, same_group, other = (agents.request(*who) for who in ((3, 0), (3, 1), (67, 0), (4, 0)))
+    prefix = agents.shared // 256
+    assert next_turn.hash_ids[: len(first.hash_ids)] == first.hash_ids
+    assert next_turn.input_length - first.input_length == agents.new
+    assert same_group.hash_ids[:prefix] == first.hash_ids[:prefix]
+    assert not set(same_group.hash_ids[prefix:]) & set(first.hash_ids)
+    assert not set(other.hash_ids) & set(first.hash_ids)
+    assert agents.request(7, agents.turns // 2).input_length == agents.shared + agents.own
+
+
+@pytest.mark.sweep
+def test_the_best_of_dcp_generates_as_much_more_than_the_best_without_as_was_published():
+    agents = Agents()
+    warm = {who: once_warm(simulated(agents, *who), agents) for who in ((1, 32), (1, 64), (8, 512))}
+    assert warm[1, 32].usage == pytest.approx(0.86, abs=0.02)
+    assert warm[1, 64].most == pytest.approx(1, abs=0.01)
+    assert warm[8, 512].usage == pytest.approx(0.82, abs=0.01)
+    best_without = max(warm[1, 32].tokens_per_second, warm[1, 64].tokens_per_second)
+    assert warm[8, 512].tokens_per_second / best_without > 3.27

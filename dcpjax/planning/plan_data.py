@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dcpjax.models.config import ModelConfig
-from dcpjax.models.exchange import Exchange
+from dcpjax.models.exchange import Exchange, exchange_dtype
 from dcpjax.planning.floor import Floor, StepCost
 from dcpjax.planning.hardware import Hardware
 from dcpjax.planning.options import RUNNABLE, PlanOptions
@@ -104,6 +104,12 @@ class PlanData:
     @property
     def useful_dcp(self) -> int:
         return useful_dcp(self.rows)
+
+    @property
+    def exchange_dtype(self) -> str:
+        """In which queries and partial outputs are sent."""
+        platform = "cpu" if self.hardware.shared else "accelerator"
+        return exchange_dtype(self.options.dcp_exchange_dtype, self.dtype, platform)
 
     @property
     def memory_limit(self) -> float:

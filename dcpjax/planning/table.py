@@ -152,8 +152,8 @@ def _merges_sentence(plan: PlanData, row: LayoutRow, requests: int) -> str:
     sent = ", ".join(f"{size(one.merge_bytes * requests)} with {merge}" for merge, one in row.exchanges.items())
     queries = row.exchanges[plan.options.dcp_comm_backend].query_bytes * requests
     return (
-        f"In each layer of that step a device sends, in float32, {size(queries)} to gather the queries, and to merge "
-        f"{sent}."
+        f"In each layer of that step a device sends, in {plan.exchange_dtype}, {size(queries)} to gather the queries, "
+        f"and to merge {sent}."
     )
 
 

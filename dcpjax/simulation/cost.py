@@ -4,10 +4,10 @@ For steps of decodes alone it equals `planning/floor.py`, which says what it lea
 
     weights      read once per step; of the experts, those that the step's tokens choose
     cache        each entry reads the tokens it attends to and writes its own, `start + count` in all; a block that two
-                 requests share is read for each
+                 requests share is read for each; gathered keys are written and read once more by each device
     operations   each token is multiplied by the weights and attends to its positions; only sampled tokens need logits
     exchange     for decodes the query and partials; for a chunk of a prompt those, or its cached keys, whichever takes
-                 less time (`models.exchange.PromptExchange`)
+                 less time (`models.exchange.PromptExchange`), in whole pieces; nothing hides behind anything else
 """
 
 import math
@@ -54,18 +54,18 @@ def step_floor(cost: StepCost, head: HeadCost, hardware: Hardware) -> StepFloor:
         tokens = sum(entry.count for entry in step)
         unsampled = tokens - sum(entry.samples for entry in step)
         cached = sum(entry.start + entry.count for entry in step)
-        pairs = sum(_pairs(entry.start, entry.count) for entry in step)
         read_experts = cost.expert_bytes * (1 - (1 - cost.experts_chosen) ** tokens)
         matrix_flops = tokens * cost.weight_flops - unsampled * head.flops
-        attention = _attention_exchange(step, cost)
+        attention = _attention(step, cost)
         elsewhere = cost.exchange_bytes - cost.attention_exchange_bytes
-        sent_bytes = tokens * elsewhere - unsampled * head.exchange_bytes + attention.bytes
+        sent_bytes = tokens * elsewhere - unsampled * head.exchange_bytes + attention.sent_bytes
         collectives = cost.collectives - cost.attention_collectives + attention.collectives
+        read_bytes = cost.weight_bytes + read_experts + cached * cost.kv_bytes + attention.gathered_bytes
         return Floor(
             requests=len(step),
-            memory_seconds=(cost.weight_bytes + read_experts + cached * cost.kv_bytes) / hardware.bandwidth,
+            memory_seconds=read_bytes / hardware.bandwidth,
             compute_seconds=matrix_flops / hardware.peak(cost.dtype)
-            + pairs * cost.kv_flops / hardware.peak(cost.kv_dtype),
+            + attention.pairs * cost.kv_flops / hardware.peak(cost.kv_dtype),
             exchange_seconds=sent_bytes / hardware.link,
             latency_seconds=collectives * hardware.latency,
         )
@@ -73,24 +73,31 @@ def step_floor(cost: StepCost, head: HeadCost, hardware: Hardware) -> StepFloor:
     return floor_of
 
 
-class _Sent(NamedTuple):
-    """By each device, in all layers."""
+class _Attention(NamedTuple):
+    """What attention costs each device, in all layers."""
 
-    bytes: float
+    pairs: float  # (query, key) pairs that the heads of one device have to compute
+    gathered_bytes: float  # gathered keys, written and read
+    sent_bytes: float
     collectives: int
 
 
-def _attention_exchange(step: Sequence[Scheduled], cost: StepCost) -> _Sent:
-    """Cached keys of the prompts that gather those, together; of all other tokens the queries and partials."""
-    prompts = cost.prompts
-    keys = [entry for entry in step if _gathers_keys(entry, prompts)]
+def _attention(step: Sequence[Scheduled], cost: StepCost) -> _Attention:
+    """Some prompts gather their cached keys, together; all other tokens send queries and partials."""
+    keys = [entry for entry in step if _gathers_keys(entry, cost.prompts)]
+    pairs = sum(_pairs(entry.start, entry.count) for entry in step)
     queries = sum(entry.count for entry in step) - sum(entry.count for entry in keys)
     sent, collectives = queries * cost.attention_exchange_bytes, cost.attention_collectives if queries else 0
-    if keys and prompts is not None:
-        gathered = prompts.key_sends(sum(entry.start for entry in keys), sum(entry.count for entry in keys))
-        sent += cost.layers * sum(one.bytes for one in gathered)
-        collectives += cost.layers * len(gathered)
-    return _Sent(sent, collectives)
+    if not keys or cost.prompts is None:
+        return _Attention(pairs, 0.0, sent, collectives)
+    cached = sum(entry.start for entry in keys)
+    gathered = cost.prompts.key_sends(cached, sum(entry.count for entry in keys))
+    return _Attention(
+        pairs=pairs + (cost.prompts.repeated_heads - 1) * sum(_pairs(entry.start, entry.count) for entry in keys),
+        gathered_bytes=2 * cost.layers * cached * cost.prompts.position_bytes,
+        sent_bytes=sent + cost.layers * sum(one.bytes for one in gathered),
+        collectives=collectives + cost.layers * len(gathered),
+    )
 
 
 def _gathers_keys(entry: Scheduled, prompts: PromptExchange | None) -> bool:

@@ -597,18 +597,25 @@ def test_text_is_aligned_marks_the_choice_and_says_that_times_are_floors():
     assert "can only be planned: the engine runs float32 and bfloat16" in str(answer)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
-def test_the_exchange_of_every_merge_is_told_for_the_chosen_layout(dtype):
-    """In bfloat16, an lse cannot be sent in an array with the outputs, and its gather sends 8 times its own numbers."""
-    answer = plan("kimi-k2", tensor_parallel_size=8, dtype="nvfp4", concurrency=100, dcp_exchange_dtype=dtype)
-    part = 100 * 7 / 8 * 4 * 64
-    sizes = (part * 576, part * (512 + 8), part * 513, 2 * part * 514)
-    if dtype != "float32":
-        sizes = (part * 288, part * (256 + 8), part * (256 + 8), 2 * part * (256 + 2))
+def test_the_exchange_of_every_merge_is_told_for_the_chosen_layout():
+    answer = plan("kimi-k2", tensor_parallel_size=8, dtype="nvfp4", concurrency=100)
+    part = 100 * 7 / 8 * 64  # values are sent in bfloat16, the lse of each head in float32: gathered, or summed twice
+    sizes = (part * 2 * 576, part * (2 * 512 + 8 * 4), part * (2 * 512 + 8 * 4), part * (2 * 2 * 512 + 2 * 2 * 4))
     query, *merges = [f"{size / 1e6:.3g} MB" for size in sizes]
     sent = f"{merges[0]} with ag_rs, {merges[1]} with a2a, {merges[2]} with psum"
-    expected = f"{query} to gather the queries, and to merge {sent}."
+    expected = f"a device sends, in bfloat16, {query} to gather the queries, and to merge {sent}."
     assert expected in str(answer).replace("\n", " ")
+
+
+def test_exchanged_bytes_and_what_is_said_of_them_follow_the_chosen_dtype():
+    as_float32 = plan("kimi-k2", tensor_parallel_size=8, dtype="nvfp4", dcp_exchange_dtype="float32")
+    by_default = plan("kimi-k2", tensor_parallel_size=8, dtype="nvfp4")
+    assert "a device sends, in float32, " in str(as_float32).replace("\n", " ")
+    wide, narrow = (answer.row.exchanges["ag_rs"] for answer in (as_float32, by_default))
+    assert wide.query_bytes == 2 * narrow.query_bytes
+    lse = 7 * 64 * 4
+    assert wide.merge_bytes - lse == 2 * (narrow.merge_bytes - lse)
+    assert as_float32.row.cost.prompts.value_bytes == 2 * by_default.row.cost.prompts.value_bytes == 4
 
 
 def test_lengths_that_nobody_names_fit_the_model():

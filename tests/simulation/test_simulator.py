@@ -10,6 +10,7 @@ import pytest
 from engine_mock import Launch, MockRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from small_models import NINE_HEADS
 
 from dcpjax.cli import simulate as simulate_command
 from dcpjax.cli.commands import COMMANDS, Command, main
@@ -19,6 +20,7 @@ from dcpjax.engine.scheduler import Scheduled
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.planning.floor import floor
 from dcpjax.planning.hardware import find_hardware
+from dcpjax.planning.model_config import Model
 from dcpjax.planning.planner import plan
 from dcpjax.sharding.mesh import Layout
 from dcpjax.simulation.arrivals import prompt
@@ -243,6 +245,53 @@ def test_a_prompt_costs_its_pairs_of_tokens_and_no_logits_until_its_end():
     read = cost.weight_bytes + cost.expert_bytes * (1 - (1 - cost.experts_chosen) ** 3) + 1003 * cost.kv_bytes
     assert middle.memory_seconds == pytest.approx(read / hardware.bandwidth)
     assert middle.latency_seconds == end.latency_seconds > 0
+
+
+def floor_and_cost(model: Model, **options):
+    planned = plan(model, hardware="b200", **options)
+    layout = Layout(tensor_parallel_size=8, decode_context_parallel_size=8)
+    head = head_cost(planned.config, layout, planned.dtype)
+    return step_floor(planned.row.cost, head, planned.hardware), planned.row.cost, planned.hardware
+
+
+def test_a_chunk_with_many_tokens_gathers_its_cached_keys_and_one_with_few_its_queries():
+    floor_of, cost, hardware = floor_and_cost("kimi-k2", **KIMI, decode_context_parallel_size=8, kv_cache_dtype="fp8")
+    elsewhere = cost.exchange_bytes - cost.attention_exchange_bytes
+    logits = 7 / 8 * 4 * 163840
+    keys, queries = floor_of([entry(9000, 2000, samples=False)]), floor_of([entry(9000, 2, samples=False)])
+    assert cost.layers == 2
+    pieces = 2 * 2 * 7 * 1024 * 576  # of 8,192 positions, in two layers
+    assert keys.exchange_seconds == pytest.approx((2000 * (elsewhere - logits) + pieces) / hardware.link)
+    assert queries.exchange_seconds == pytest.approx(2 * (cost.exchange_bytes - logits) / hardware.link)
+    others = cost.collectives - cost.attention_collectives
+    assert keys.latency_seconds == pytest.approx((others + 2 * 2) * hardware.latency)
+    assert queries.latency_seconds == pytest.approx(cost.collectives * hardware.latency)
+
+
+def test_beside_gathered_keys_decodes_send_their_queries():
+    floor_of, cost, hardware = floor_and_cost("kimi-k2", **KIMI, decode_context_parallel_size=8, kv_cache_dtype="fp8")
+    prompt, decodes = entry(9000, 2000, samples=False), [entry(5000, 1)] * 3
+    both, alone = floor_of([prompt, *decodes]), floor_of([prompt])
+    assert both.exchange_seconds - alone.exchange_seconds == pytest.approx(3 * cost.exchange_bytes / hardware.link)
+    assert both.latency_seconds - alone.latency_seconds == pytest.approx(cost.attention_collectives * hardware.latency)
+
+
+def test_gathered_keys_are_written_and_read_by_each_device():
+    floor_of, cost, hardware = floor_and_cost("kimi-k2", **KIMI, decode_context_parallel_size=8, kv_cache_dtype="fp8")
+    first, later = floor_of([entry(0, 2000)]), floor_of([entry(9000, 2000)])
+    assert (later.memory_seconds - first.memory_seconds) * hardware.bandwidth == pytest.approx(
+        9000 * cost.kv_bytes + 2 * 2 * 9000 * 576
+    )
+
+
+def test_heads_that_ranks_share_attend_on_each_of_them():
+    floor_of, cost, hardware = floor_and_cost(
+        NINE_HEADS, tensor_parallel_size=8, decode_context_parallel_size=8, dtype="bfloat16"
+    )
+    chunk, pairs = entry(30, 20), 20 * 30 + 20 * 21 / 2
+    weights = (20 * cost.weight_flops - 19 * 2 * 36 * 32 / 8) / hardware.flops
+    attention = floor_of([chunk]).compute_seconds - weights
+    assert attention == pytest.approx(2 * 8 / 9 * pairs * cost.kv_flops / hardware.flops)
 
 
 def test_tied_embeddings_are_the_head():
