@@ -48,8 +48,8 @@ class Request:
     prompt_token_ids        | output_token_ids | in flight
     computed ......... | pending .......................     `num_computed` splits what the cache holds from the rest
 
-    A token in flight is sampled on the device and not yet known here; there is at most one. Each group of fields below
-    is written by one part of the program alone.
+    A token in flight is sampled on the device and not yet known here; while steps are scheduled there is at most one.
+    Each group of fields below is written by one part of the program alone.
     """
 
     # Asked: set when the request is made, never changed.
@@ -120,6 +120,18 @@ class Request:
     def expects_token(self) -> bool:
         """Whether another token follows the newest one, as far as `max_tokens` tells."""
         return len(self.output_token_ids) + self.num_in_flight < self.max_tokens
+
+    @property
+    def num_left(self) -> int:
+        """Most tokens that follow the newest one."""
+        return self.max_tokens - self.num_generated
+
+    @property
+    def sampled_on_device(self) -> bool:
+        """Whether the device knows all that its next tokens depend on: no option looks at those before them."""
+        params = self.params
+        looks_back = self.guide is not None or self.bad_words or params.has_penalties
+        return not looks_back and self.num_generated >= params.min_tokens and params.logprobs != -1
 
     @property
     def scores_prompt(self) -> bool:

@@ -1,7 +1,9 @@
 """The arrays of a step, once they are on the host, as results of its entries."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import jax
 import numpy as np
 
 from dcpjax.engine.result import StepResult, TokenScores
@@ -36,6 +38,13 @@ def read_back(
         prompt_scores=_scores_of_prompts(step, prompt_scores),
         possible=None if possible is None else possible.tolist(),
     )
+
+
+def read_back_all(step: Sequence[Scheduled], sampled: Sampled) -> StepResult:
+    """The same for several decode steps: `sampled` has an axis of these before that of the rows."""
+    each = [jax.tree.map(lambda array: array[index], sampled) for index in range(len(sampled.tokens))]
+    first, *following = [read_back(step, None, one, None) for one in each[: max(entry.steps for entry in step)]]
+    return replace(first, following=following)
 
 
 def _scores_of_samples(
