@@ -170,7 +170,7 @@ class Engine:
 
     def _apply_all(self, entry: Scheduled, row: int, results: Sequence[StepResult], now: float) -> bool:
         """Give a request its row of the result of each decode step. True if it has a new token or ended."""
-        self.scheduler.arrived(entry)
+        self.scheduler.token_arrived(entry)
         for done, result in enumerate(results[: entry.steps], 1):
             self._apply(entry, row, result, now)
             if entry.request.finish_reason is not None:

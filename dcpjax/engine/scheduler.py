@@ -156,7 +156,7 @@ class Scheduler:
     def update(self, step: list[Scheduled]) -> None:
         """Note that the step has been launched: from the next step on, its tokens are in the cache."""
         self.counters.steps += 1
-        self.counters.fused_steps += max(entry.steps for entry in step) - 1
+        self.counters.fused_steps += max((entry.steps - 1 for entry in step), default=0)
         self._launched.append(step)
         for entry in step:
             request, prompt = entry.request, len(entry.request.prompt_token_ids)
@@ -165,7 +165,7 @@ class Scheduler:
             self.counters.prompt_tokens += max(0, min(prompt, request.num_computed) - entry.start)
             self._register_blocks(request, last=entry.start < prompt <= request.num_computed)
 
-    def arrived(self, entry: Scheduled) -> None:
+    def token_arrived(self, entry: Scheduled) -> None:
         """Note that the result of a launched step has reached the host."""
         entry.request.num_in_flight -= entry.steps * entry.samples
 
