@@ -186,6 +186,7 @@ class _Queries:
     own: jax.Array | None  # [T, heads of this rank, D], if that rank has them without
     heads: OwnHeads
     features: int  # of the dcp group, padded so that dcp divides them
+    exchange_dtype: str
 
     @classmethod
     def of(
@@ -208,10 +209,10 @@ class _Queries:
                 return rotate(_heads(q, norm, config), angles) * config.head_dim**-0.5
 
         if work.gathered_keys is not None and own.are_whole and not replicated:
-            return cls(None, finished(q), own, features)
+            return cls(None, finished(q), own, features, runtime.dcp_exchange_dtype)
         with jax.named_scope("gather_query"):
-            q = q if replicated else gather_over_dcp(q)
-        return cls(finished(q[:, : heads * config.head_dim]), None, own, features)
+            q = q if replicated else gather_over_dcp(q, runtime.dcp_exchange_dtype)
+        return cls(finished(q[:, : heads * config.head_dim]), None, own, features, runtime.dcp_exchange_dtype)
 
     def of_group(self, tokens: jax.Array | None) -> jax.Array:
         """[n, H / tp, D] of some tokens."""
@@ -219,7 +220,7 @@ class _Queries:
             return rows_of(self.group, tokens)
         assert self.own is not None
         with jax.named_scope("gather_query"):
-            return gather_over_dcp(rows_of(self.own, tokens))
+            return gather_over_dcp(rows_of(self.own, tokens), self.exchange_dtype)
 
     def of_rank(self) -> jax.Array:
         """[T, heads of this rank, D]."""

@@ -185,7 +185,7 @@ def _absorbed(
     with jax.named_scope("absorb"):
         q = up.absorb(q)
     with jax.named_scope("gather_query"):
-        q = q if runtime.dcp_replicate_q else gather_over_dcp(q)
+        q = q if runtime.dcp_replicate_q else gather_over_dcp(q, runtime.dcp_exchange_dtype)
     features = q.shape[1] * mla.latent_rank
     merged = attend_and_merge(q, cache, work, features, runtime, value_dim=mla.latent_rank)
     with jax.named_scope("up_projection"):
@@ -198,7 +198,7 @@ def _up_projected(
 ) -> jax.Array:
     """The same with the keys and values of each head."""
     with jax.named_scope("gather_query"):
-        q = q if runtime.dcp_replicate_q else gather_over_dcp(q)
+        q = q if runtime.dcp_replicate_q else gather_over_dcp(q, runtime.dcp_exchange_dtype)
     with jax.named_scope("gather_up_projection"):
         up = _gather_up_projection(up, mla, runtime)
     attention = bind(prompt_partial, up=up, mla=mla, runtime=runtime)

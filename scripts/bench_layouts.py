@@ -18,7 +18,7 @@ from runner_steps import decode_step
 
 from dcpjax.api.config import EngineConfig
 from dcpjax.checkpoint.model_files import open_model
-from dcpjax.planning.floor import exchange
+from dcpjax.models.exchange import exchange
 from dcpjax.runtime.memory import block_bytes_per_device
 from dcpjax.runtime.runner import Runner, load_runner
 from dcpjax.sharding.merge_cost import Merge

@@ -9,13 +9,13 @@ which is associative and commutative (online softmax, Milakov & Gimelshein 2018;
 2022, section 3.1). The functions for several ranks run inside `shard_map`.
 
 Of the three merges of a dcp group, each takes out [T, H, Y] and lse [T, H] per device and returns [T, features / dcp]
-per device; `features` are H * Y, padded so that dcp divides them.
+per device; `features` are H * Y, padded so that dcp divides them. Outputs cross the links in `dtype`, lse in float32.
 """
 
 from collections.abc import Callable
 from functools import partial as bind
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,12 +50,17 @@ def rank() -> jax.Array:
     return jax.lax.axis_index(DCP)
 
 
-def gather_over_dcp(x: jax.Array) -> jax.Array:
-    """Features or heads of a dcp group: [T, features / dcp, ...] per device -> [T, features, ...] on every rank."""
-    return jax.lax.all_gather(x, DCP, axis=1, tiled=True) if jax.lax.axis_size(DCP) > 1 else x
+def gather_over_dcp(x: jax.Array, dtype: Any = None) -> jax.Array:
+    """Features or heads of a dcp group: [T, features / dcp, ...] per device -> [T, features, ...] on every rank.
+
+    They cross the links in `dtype`, by default as they are.
+    """
+    if jax.lax.axis_size(DCP) == 1:
+        return x
+    return jax.lax.all_gather(x.astype(dtype or x.dtype), DCP, axis=1, tiled=True).astype(x.dtype)
 
 
-def merge_ag_rs(part: Partial, features: int) -> jax.Array:
+def merge_ag_rs(part: Partial, features: int, dtype: Any = jnp.float32) -> jax.Array:
     """All-gather the lse, scale the own partial, reduce-scatter the features.
 
     Per device: lse [T, H] -> [dcp, T, H] (all-gather); out [T, features] -> [T, features / dcp] (reduce-scatter).
@@ -63,33 +68,34 @@ def merge_ag_rs(part: Partial, features: int) -> jax.Array:
     every_lse = jax.lax.all_gather(part.lse, DCP)
     scale = weight(part.lse, jax.nn.logsumexp(every_lse, axis=0))
     scaled = flatten_heads(part.out * scale[..., None], features)
-    return jax.lax.psum_scatter(scaled, DCP, scatter_dimension=1, tiled=True)
+    scattered = jax.lax.psum_scatter(scaled.astype(dtype), DCP, scatter_dimension=1, tiled=True)
+    return scattered.astype(jnp.float32)
 
 
-def merge_a2a(part: Partial, features: int) -> jax.Array:
+def merge_a2a(part: Partial, features: int, dtype: Any = jnp.float32) -> jax.Array:
     """Exchange heads for ranks, then combine locally.
 
-    If dcp divides the heads, they are sent with their lse in one packed all-to-all, per device [T, H, Y + 1] ->
-    [dcp, T, H / dcp, Y + 1]. Otherwise the flattened features are sent, [T, features] -> [dcp, T, features / dcp],
-    and the small lse is gathered.
+    If dcp divides the heads and all is float32, they are sent with their lse in one packed all-to-all, per device
+    [T, H, Y + 1] -> [dcp, T, H / dcp, Y + 1]. Otherwise the flattened features are sent, [T, features] -> [dcp, T,
+    features / dcp], and the small lse is gathered.
     """
     ranks = jax.lax.axis_size(DCP)
     tokens, heads, head_dim = part.out.shape
-    if MergeSize(tokens, heads, head_dim, features, ranks).packs:
+    if MergeSize(tokens, heads, head_dim, features, ranks, jnp.dtype(dtype).itemsize).packs:
         packed = jnp.concatenate([part.out, part.lse[..., None]], axis=-1)
         packed = packed.reshape(tokens, ranks, heads // ranks, head_dim + 1)
         received = jax.lax.all_to_all(packed, DCP, split_axis=1, concat_axis=0, tiled=False)
         out, lse = received[..., :-1], received[..., -1]
         scale = weight(lse, jax.nn.logsumexp(lse, axis=0, keepdims=True))
         return _sum_over_ranks(out * scale[..., None]).reshape(tokens, features // ranks)
-    flat = flatten_heads(part.out, features).reshape(tokens, ranks, features // ranks)
-    received = jax.lax.all_to_all(flat, DCP, split_axis=1, concat_axis=0, tiled=False)
+    flat = flatten_heads(part.out, features).reshape(tokens, ranks, features // ranks).astype(dtype)
+    received = jax.lax.all_to_all(flat, DCP, split_axis=1, concat_axis=0, tiled=False).astype(jnp.float32)
     every_lse = jax.lax.all_gather(part.lse, DCP)
     scale = weight(every_lse, jax.nn.logsumexp(every_lse, axis=0, keepdims=True))
     return _sum_over_ranks(received * own_features(_per_feature(scale, head_dim, features)))
 
 
-def merge_psum(part: Partial, features: int) -> jax.Array:
+def merge_psum(part: Partial, features: int, dtype: Any = jnp.float32) -> jax.Array:
     """One pmax and two psums give every rank every head; each keeps its own features.
 
     Per device: lse [T, H] (pmax), weights [T, H] and out [T, H, Y] (psum); then [T, features] -> [T, features / dcp].
@@ -97,7 +103,7 @@ def merge_psum(part: Partial, features: int) -> jax.Array:
     top = jax.lax.pmax(part.lse, DCP)
     scale = weight(part.lse, top)
     total = jax.lax.psum(scale, DCP)
-    out = jax.lax.psum(part.out * scale[..., None], DCP)
+    out = jax.lax.psum((part.out * scale[..., None]).astype(dtype), DCP).astype(jnp.float32)
     out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
     return own_features(flatten_heads(out, features))
 
@@ -133,7 +139,7 @@ def own_features(flat: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(flat, rank() * size, size, axis=-1)
 
 
-MERGES: dict[Merge, Callable[[Partial, int], jax.Array]] = {
+MERGES: dict[Merge, Callable[[Partial, int, Any], jax.Array]] = {
     "ag_rs": merge_ag_rs,
     "a2a": merge_a2a,
     "psum": merge_psum,

@@ -46,39 +46,50 @@ class MergeSize(NamedTuple):
     head_dim: int
     features: int  # heads * head_dim, padded so that ranks divide it
     ranks: int
+    value_bytes: int = FLOAT32  # of each value of out; lse is float32
 
     @property
     def packs(self) -> bool:
-        """Whether whole heads go to each rank, so that a head's lse can be sent with its values."""
-        return self.heads % self.ranks == 0 and self.features == self.heads * self.head_dim
+        """Whether whole heads go to each rank, so that a head's lse can be sent with its values of the same dtype."""
+        whole_heads = self.heads % self.ranks == 0 and self.features == self.heads * self.head_dim
+        return whole_heads and self.value_bytes == FLOAT32
 
 
-def send(kind: CollectiveKind, floats: float, ranks: int) -> Send:
-    """A collective of n ranks, each of which puts in so many float32 values. Bytes that each must send at least:
+def send(kind: CollectiveKind, values: float, ranks: int, value_bytes: float = FLOAT32) -> Send:
+    """A collective of n ranks, each of which puts in so many values. Bytes that each must send at least:
 
     all-gather      (n - 1) x own input         all-to-all   (n - 1) / n x own input
     reduce-scatter  (n - 1) / n x own input     all-reduce   2 (n - 1) / n x own input
     """
     factor = {"all_gather": ranks, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}[kind]
-    return Send(kind, factor * (ranks - 1) / ranks * FLOAT32 * floats)
+    return Send(kind, factor * (ranks - 1) / ranks * value_bytes * values)
 
 
 def sends(merge: Merge, size: MergeSize) -> tuple[Send, ...]:
     """The collectives of one merge, as compiled: XLA joins psum's all-reduces of weights and of values into one."""
     lse, out, padded = size.rows * size.heads, size.rows * size.heads * size.head_dim, size.rows * size.features
+    gather_lse = send("all_gather", lse, size.ranks)
     if merge == "ag_rs":
-        return send("all_gather", lse, size.ranks), send("reduce_scatter", padded, size.ranks)
-    if merge == "psum":
+        return gather_lse, send("reduce_scatter", padded, size.ranks, size.value_bytes)
+    if merge == "psum" and size.value_bytes == FLOAT32:
         return send("all_reduce", lse, size.ranks), send("all_reduce", lse + out, size.ranks)
+    if merge == "psum":
+        two_sums = send("all_reduce", lse, size.ranks), send("all_reduce", lse, size.ranks)
+        return *two_sums, send("all_reduce", out, size.ranks, size.value_bytes)
     if size.packs:
         return (send("all_to_all", lse + out, size.ranks),)
-    return send("all_to_all", padded, size.ranks), send("all_gather", lse, size.ranks)
+    return send("all_to_all", padded, size.ranks, size.value_bytes), gather_lse
+
+
+def time_of(one: Send, link: Link) -> float:
+    """Seconds of one collective."""
+    speed: CollectiveSpeed = getattr(link, one.kind)
+    return speed.latency + one.bytes / speed.bandwidth
 
 
 def seconds(merge: Merge, size: MergeSize, link: Link) -> float:
     """The time of one merge."""
-    speeds = [(getattr(link, one.kind), one.bytes) for one in sends(merge, size)]
-    return sum(speed.latency + sent / speed.bandwidth for speed, sent in speeds)
+    return sum(time_of(one, link) for one in sends(merge, size))
 
 
 def fastest(size: MergeSize, link: Link | None) -> Merge:

@@ -61,6 +61,9 @@ class EngineConfig:
         kv_cache_dtype: "auto" is that of the weights.
         dcp_comm_backend: how ranks merge their partial attention: "ag_rs", "a2a" or "psum"; "auto" takes for each
             step shape the one that is fastest by the measured speed of the links between devices ("ag_rs" on CPU).
+        dcp_exchange_dtype: dtype in which queries and partial outputs cross the links: "float32", or "bfloat16" for
+            half the bytes; "auto" is bfloat16 on accelerators unless the model is float32. Cached keys are always sent
+            as they are stored, and log-sum-exps in float32.
         dcp_overlap: merge the decodes of a step in two halves, so that one half's exchange can hide behind the other's
             attention.
         dcp_replicate_q: keep the whole query projection on each rank: more memory, one collective less per layer.
@@ -91,6 +94,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: Dtype = "auto"
     dcp_comm_backend: CommChoice = "ag_rs"
+    dcp_exchange_dtype: Dtype = "auto"
     dcp_overlap: bool = False
     dcp_replicate_q: bool = False
     cp_kv_cache_interleave_size: int = 1
@@ -115,6 +119,7 @@ class EngineConfig:
         check_choice("dtype", self.dtype, get_args(Dtype))
         check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(Dtype))
         check_choice("dcp_comm_backend", self.dcp_comm_backend, get_args(CommChoice))
+        check_choice("dcp_exchange_dtype", self.dcp_exchange_dtype, get_args(Dtype))
         check_choice("load_format", self.load_format, get_args(LoadFormat))
         check_choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         check_choice("warmup", self.warmup, get_args(Warmup))

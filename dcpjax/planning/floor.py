@@ -4,53 +4,18 @@ Not a forecast. It leaves out kernels that reach less than the peak, launches, s
 slower than the links within one machine. Memory traffic and arithmetic overlap completely, exchanges with neither.
 The number of experts read is an expected value: tokens are assumed to choose experts independently and evenly.
 
-Exchanges are float32, as the engine's are; `sharding.merge_cost` counts what each device must send at least.
+`models.exchange` and `sharding.merge_cost` count what each device must send at least.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from dcpjax.models.config import ModelConfig
+from dcpjax.models.exchange import PromptExchange, exchange
 from dcpjax.planning.hardware import Hardware
 from dcpjax.planning.sizes import abstract_place, local_shape, part_bytes, weight_parts
-from dcpjax.sharding.merge_cost import Merge, MergeSize, send, sends
+from dcpjax.sharding.merge_cost import FLOAT32, Merge, send
 from dcpjax.sharding.mesh import Layout
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """What each device sends over `dcp` in the attention of one layer, for each query token."""
-
-    query_bytes: float  # to gather the queries
-    merge_bytes: float  # to merge the partials
-    collectives: int
-
-    @property
-    def bytes(self) -> float:
-        return self.query_bytes + self.merge_bytes
-
-
-def exchange(config: ModelConfig, layout: Layout, merge: Merge, *, replicate_q: bool = False) -> Exchange:
-    """Per device, layer and query token; from the shapes in `gqa`, `mla` and `merge`."""
-    ranks = layout.dcp
-    if ranks == 1:
-        return Exchange(query_bytes=0, merge_bytes=0, collectives=0)
-    query, value, features = _widths(config, layout)
-    merging = sends(merge, MergeSize(1, config.num_heads // layout.tp, value, features, ranks))
-    return Exchange(
-        query_bytes=0 if replicate_q else send("all_gather", query // ranks, ranks).bytes,
-        merge_bytes=sum(one.bytes for one in merging),
-        collectives=len(merging) + (not replicate_q),
-    )
-
-
-def _widths(config: ModelConfig, layout: Layout) -> tuple[int, int, int]:
-    """Features of the gathered query, of one head's output, and of all a dcp group's outputs, padded."""
-    heads = config.num_heads // layout.tp
-    if config.mla is not None:
-        return heads * config.mla.cached_dim, config.mla.latent_rank, heads * config.mla.latent_rank
-    features = -(-heads * config.head_dim // layout.dcp) * layout.dcp
-    return features, config.head_dim, features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +30,10 @@ class StepCost:
     kv_flops: float  # per token of context
     exchange_bytes: float  # per request
     collectives: int  # per step
+    attention_exchange_bytes: float  # the part of `exchange_bytes` that attention sends over dcp
+    attention_collectives: int  # the part of `collectives` over dcp
+    prompts: PromptExchange | None  # for chunks of prompts: what they send in each layer instead, where that is less
+    layers: int
     dtype: str
     kv_dtype: str
 
@@ -78,8 +47,14 @@ def step_cost(
     kv_bytes: float,
     merge: Merge,
     replicate_q: bool = False,
+    value_bytes: int = FLOAT32,
+    prompts: PromptExchange | None = None,
 ) -> StepCost:
-    """The cost of a step with these dtypes and this merge; `kv_bytes` are those of one token on one device."""
+    """The cost of a step with these dtypes and this merge.
+
+    `kv_bytes` are those of one token on one device, `value_bytes` those of each value of gathered queries and merged
+    outputs.
+    """
     place, moe = abstract_place(layout, replicate_q=replicate_q), config.moe
     chosen = moe.experts_per_token / moe.experts if moe else 0.0
     read = {"once": 0, "experts": 0}
@@ -94,7 +69,8 @@ def step_cost(
             for size in local_shape(spec, place):
                 values *= size
             flops += 2 * count * values * (chosen if kind == "experts" else 1)
-    sent, collectives = _whole_exchange(config, layout, merge, replicate_q)
+    over_dcp = exchange(config, layout, merge, replicate_q=replicate_q, value_bytes=value_bytes)
+    sent, collectives = _other_exchange(config, layout)
     return StepCost(
         weight_bytes=read["once"],
         expert_bytes=read["experts"],
@@ -102,8 +78,12 @@ def step_cost(
         kv_bytes=kv_bytes,
         weight_flops=flops,
         kv_flops=_attention_flops(config, layout),
-        exchange_bytes=sent,
-        collectives=collectives,
+        exchange_bytes=sent + config.num_layers * over_dcp.bytes,
+        collectives=collectives + config.num_layers * over_dcp.collectives,
+        attention_exchange_bytes=config.num_layers * over_dcp.bytes,
+        attention_collectives=config.num_layers * over_dcp.collectives,
+        prompts=prompts,
+        layers=config.num_layers,
         dtype=dtype,
         kv_dtype=kv_dtype,
     )
@@ -116,16 +96,15 @@ def _attention_flops(config: ModelConfig, layout: Layout) -> float:
     return 2 * config.num_layers * config.num_heads * widths / layout.devices
 
 
-def _whole_exchange(config: ModelConfig, layout: Layout, merge: Merge, replicate_q: bool) -> tuple[float, int]:
-    """Bytes per request, and collectives per step: attention over dcp; over all devices two all-reduces of the hidden
-    state per layer, one of the embedding, and the gather of the logits."""
+def _other_exchange(config: ModelConfig, layout: Layout) -> tuple[float, int]:
+    """Bytes per request, and collectives per step, over all devices: two all-reduces of the hidden state per layer,
+    one of the embedding, and the gather of the logits."""
     devices, layers = layout.devices, config.num_layers
     if devices == 1:
         return 0.0, 0
-    own = exchange(config, layout, merge, replicate_q=replicate_q)
     hidden = send("all_reduce", config.hidden_size, devices).bytes
     logits = send("all_gather", config.vocab_size / devices, devices).bytes
-    return layers * own.bytes + (2 * layers + 1) * hidden + logits, layers * (own.collectives + 2) + 2
+    return (2 * layers + 1) * hidden + logits, 2 * layers + 2
 
 
 @dataclass(frozen=True, kw_only=True)

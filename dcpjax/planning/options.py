@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from dcpjax.api.checks import check_choice, check_share, check_size, from_options
-from dcpjax.api.config import CommBackend
+from dcpjax.api.config import CommBackend, Dtype
 from dcpjax.planning.hardware import find_hardware
 
 PlannedDtype = Literal["auto", "float32", "bfloat16", "fp8", "nvfp4", "f32", "bf16", "fp4"]
@@ -39,6 +39,8 @@ class PlanOptions:
         kv_cache_memory_bytes: bytes of the cache on each device. None: what weights and workspace leave; on cpu the
             engine's default.
         dcp_comm_backend: how ranks merge their partial attention: "ag_rs", "a2a" or "psum".
+        dcp_exchange_dtype: dtype in which queries and partial outputs cross the links: "float32" or "bfloat16"; "auto"
+            is bfloat16 on accelerators unless the weights are float32.
         dcp_replicate_q: keep the whole query projection on each rank; takes memory and saves one collective per layer.
         hf_overrides: entries of config.json to replace, such as {"num_hidden_layers": 2}; nested entries are merged.
     """
@@ -57,6 +59,7 @@ class PlanOptions:
     workspace_bytes: int | None = None
     kv_cache_memory_bytes: int | None = None
     dcp_comm_backend: CommBackend = "ag_rs"
+    dcp_exchange_dtype: Dtype = "auto"
     dcp_replicate_q: bool = False
     hf_overrides: Mapping[str, Any] | None = None
 
@@ -74,6 +77,7 @@ class PlanOptions:
         check_choice("dtype", self.dtype, get_args(PlannedDtype))
         check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(PlannedDtype))
         check_choice("dcp_comm_backend", self.dcp_comm_backend, get_args(CommBackend))
+        check_choice("dcp_exchange_dtype", self.dcp_exchange_dtype, get_args(Dtype))
         check_share("unique_token_fraction", self.unique_token_fraction, zero_allowed=True)
         check_share("gpu_memory_utilization", self.gpu_memory_utilization)
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dcpjax.models.config import ModelConfig
-from dcpjax.planning.floor import Exchange, Floor, StepCost
+from dcpjax.models.exchange import Exchange
+from dcpjax.planning.floor import Floor, StepCost
 from dcpjax.planning.hardware import Hardware
 from dcpjax.planning.options import RUNNABLE, PlanOptions
 

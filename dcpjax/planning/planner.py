@@ -14,17 +14,19 @@ from dcpjax.api.config import EngineConfig
 from dcpjax.checkpoint.model_config import resolve_dtype
 from dcpjax.engine.limits import step_limits
 from dcpjax.models.config import ModelConfig
+from dcpjax.models.exchange import PromptExchange, exchange, exchange_dtype
 from dcpjax.models.kv_cache import CacheGeometry
-from dcpjax.planning.floor import Floor, exchange, floor, smallest, step_cost
+from dcpjax.planning.floor import Floor, floor, smallest, step_cost
 from dcpjax.planning.hardware import find_hardware
 from dcpjax.planning.model_config import Model, read_config
 from dcpjax.planning.options import RUNNABLE, SPELLINGS, PlanOptions
 from dcpjax.planning.plan_data import Demand, LayoutRow, PlanData, useful_dcp
-from dcpjax.planning.sizes import block_bytes, checkpoint_bytes, weight_bytes
+from dcpjax.planning.sizes import block_bytes, cached_value_bytes, checkpoint_bytes, weight_bytes
 from dcpjax.planning.table import to_dict, to_html, to_text
 from dcpjax.runtime.memory import CPU_CACHE_BYTES, cache_budget
 from dcpjax.runtime.temporaries import step_temporaries
 from dcpjax.sharding.merge import MERGES
+from dcpjax.sharding.merge_cost import CollectiveSpeed, Link
 from dcpjax.sharding.mesh import Layout, check_layout, legal_layouts
 
 CONTEXT, OUTPUT = 32768, 1024  # tokens of a prompt and a completion, unless the options or the model say otherwise
@@ -88,10 +90,13 @@ class _Planner:
         default_kv_dtype = self.dtype if self.dtype in RUNNABLE else "bfloat16"
         kv_dtype = SPELLINGS.get(choice.kv_cache_dtype, choice.kv_cache_dtype)
         self.kv_dtype = default_kv_dtype if kv_dtype == "auto" else kv_dtype
+        self.platform = "cpu" if self.hardware.shared else "accelerator"
+        sent = exchange_dtype(choice.dcp_exchange_dtype, self.dtype, self.platform)
+        self.exchanged_bytes = 4 if sent == "float32" else 2  # of each value of gathered queries and merged outputs
         self.demand = _demand(choice, config)
         self.limits = step_limits(
             config,
-            "cpu" if self.hardware.shared else "accelerator",
+            self.platform,
             max_num_seqs=EngineConfig.max_num_seqs,
             max_num_batched_tokens=None,
             max_mixed_prefill_tokens=None,
@@ -101,9 +106,10 @@ class _Planner:
     def row(self, layout: Layout) -> LayoutRow:
         config, choice = self.config, self.choice
         block_size = _nearest_multiple(choice.block_size, layout.dcp)
+        prompts = self.prompt_exchange(layout)
         weights = weight_bytes(config, layout, self.dtype, replicate_q=choice.dcp_replicate_q)
         block = block_bytes(config, layout, block_size, self.kv_dtype)
-        workspace = self.workspace(layout)
+        workspace = self.workspace(layout, prompts)
         budget = self.cache_budget(weights, workspace)
         row = LayoutRow(
             tp=layout.tp,
@@ -116,7 +122,12 @@ class _Planner:
             workspace_bytes=workspace,
             memory_needed=weights + workspace + max(0, budget),
             demand=self.demand,
-            exchanges={merge: exchange(config, layout, merge, replicate_q=choice.dcp_replicate_q) for merge in MERGES},
+            exchanges={
+                merge: exchange(
+                    config, layout, merge, replicate_q=choice.dcp_replicate_q, value_bytes=self.exchanged_bytes
+                )
+                for merge in MERGES
+            },
             cost=step_cost(
                 config,
                 layout,
@@ -125,6 +136,8 @@ class _Planner:
                 kv_bytes=block / block_size,
                 merge=choice.dcp_comm_backend,
                 replicate_q=choice.dcp_replicate_q,
+                value_bytes=self.exchanged_bytes,
+                prompts=prompts,
             ),
             floor=None,
         )
@@ -134,12 +147,26 @@ class _Planner:
     def floor(self, row: LayoutRow, requests: int, context: float) -> Floor:
         return floor(row.cost, self.hardware, requests, context)
 
-    def workspace(self, layout: Layout) -> int:
+    def prompt_exchange(self, layout: Layout) -> PromptExchange | None:
+        """The engine's choice between gathered keys and queries, by published speeds."""
+        speed = CollectiveSpeed(self.hardware.latency, self.hardware.link)
+        return PromptExchange.of(
+            self.config,
+            layout,
+            self.platform,
+            self.choice.dcp_comm_backend,
+            cached_value_bytes(self.kv_dtype),
+            replicate_q=self.choice.dcp_replicate_q,
+            value_bytes=self.exchanged_bytes,
+            link=None if self.hardware.shared else Link(speed, speed, speed, speed),
+        )
+
+    def workspace(self, layout: Layout, prompts: PromptExchange | None) -> int:
         """Bytes of each device for temporaries: the user's choice, or those of the engine's largest step."""
         if self.choice.workspace_bytes is not None:
             return self.choice.workspace_bytes
         tokens, rows = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
-        return step_temporaries(self.config, layout, tokens=tokens, rows=rows)
+        return step_temporaries(self.config, layout, tokens=tokens, rows=rows, prompts=prompts)
 
     def cache_budget(self, weights: int, workspace: int) -> int:
         """Bytes of each device for the cache; negative if weights and workspace alone exceed its memory."""

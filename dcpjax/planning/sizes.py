@@ -94,6 +94,11 @@ def block_bytes(config: ModelConfig, layout: Layout, block_size: int, dtype: str
     return values // width * (_half(width) + math.ceil(width / FP4_RUN))
 
 
+def cached_value_bytes(dtype: str) -> float:
+    """Of one value of the cache; an fp4 value has a share of its scale."""
+    return {"float32": 4, "bfloat16": 2, "fp8": 1, "nvfp4": 0.5 + 1 / FP4_RUN}[dtype]
+
+
 def local_shape(spec: ArraySpec, place: Placement) -> Shape:
     return spec.sharding(place).shard_shape(spec.shape)
 

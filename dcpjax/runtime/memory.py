@@ -74,7 +74,9 @@ def default_cache_bytes(model: MeshModel, engine: EngineConfig, limits: StepLimi
         memory_limit(stats["bytes_limit"], engine.gpu_memory_utilization, reserved_share(model.platform))
         - stats["bytes_in_use"],
         weights=bytes_per_device(model.weight_specs(), model.place),
-        temporaries=step_temporaries(model.config, model.layout, tokens=tokens, rows=rows),
+        temporaries=step_temporaries(
+            model.config, model.layout, tokens=tokens, rows=rows, prompts=model.prompt_exchange
+        ),
     )
 
 

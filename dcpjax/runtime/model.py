@@ -1,9 +1,12 @@
 """A model laid out on its mesh, before any weight is read."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from dcpjax.api.config import EngineConfig
@@ -14,6 +17,7 @@ from dcpjax.checkpoint.weights import dummy_weights, load_weights
 from dcpjax.models import decoder
 from dcpjax.models.attention.work import Runtime
 from dcpjax.models.config import ModelConfig
+from dcpjax.models.exchange import PromptExchange, exchange_dtype
 from dcpjax.models.kv_cache import CacheGeometry, storage_dtype
 from dcpjax.runtime.devices import ensure_devices, keep_compiled_programs
 from dcpjax.sharding import arrays
@@ -40,6 +44,21 @@ class MeshModel:
     @property
     def platform(self) -> str:
         return self.runtime.place.platform
+
+    @cached_property
+    def prompt_exchange(self) -> PromptExchange | None:
+        """Whether keys or queries of prompts are gathered; None on a mesh without dcp."""
+        runtime = self.runtime
+        return PromptExchange.of(
+            self.config,
+            self.layout,
+            self.platform,
+            runtime.dcp_comm_backend,
+            storage_dtype(self.kv_dtype, self.platform).itemsize,
+            replicate_q=runtime.dcp_replicate_q,
+            value_bytes=np.dtype(jnp.dtype(runtime.dcp_exchange_dtype)).itemsize,
+            link=runtime.link,
+        )
 
     @property
     def geometry(self) -> CacheGeometry:
@@ -84,15 +103,16 @@ def lay_out(files: ModelFiles, engine: EngineConfig) -> MeshModel:
     return MeshModel(
         config=config,
         layout=layout,
-        runtime=_runtime(make_mesh(layout), engine),
+        runtime=_runtime(make_mesh(layout), engine, dtype),
         dtype=dtype,
         kv_dtype=dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
     )
 
 
-def _runtime(mesh: Mesh, engine: EngineConfig) -> Runtime:
+def _runtime(mesh: Mesh, engine: EngineConfig, dtype: str) -> Runtime:
+    place = Placement(mesh, Rules.for_attention(replicate_q=engine.dcp_replicate_q))
     return Runtime(
-        place=Placement(mesh, Rules.for_attention(replicate_q=engine.dcp_replicate_q)),
+        place=place,
         geometry=CacheGeometry(
             block_size=engine.block_size,
             dcp=engine.decode_context_parallel_size,
@@ -100,6 +120,7 @@ def _runtime(mesh: Mesh, engine: EngineConfig) -> Runtime:
         ),
         dcp_comm_backend=engine.dcp_comm_backend,
         dcp_replicate_q=engine.dcp_replicate_q,
+        dcp_exchange_dtype=exchange_dtype(engine.dcp_exchange_dtype, dtype, place.platform),
         dcp_overlap=engine.dcp_overlap,
-        link=find_link(mesh, cache_folder()) if engine.dcp_comm_backend == "auto" else None,
+        link=find_link(mesh, cache_folder()),
     )

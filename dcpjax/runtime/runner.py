@@ -16,7 +16,6 @@ from dcpjax.checkpoint.model_files import ModelFiles
 from dcpjax.engine.result import StepResult
 from dcpjax.engine.scheduler import Scheduled, StepLimits, is_repeated
 from dcpjax.models.attention.up_projected import up_projection_threshold
-from dcpjax.models.exchange import PromptExchange
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.runtime.batch import Batch, ShapeBuckets, build
 from dcpjax.runtime.compiling import CompileTimes, run_all
@@ -236,7 +235,7 @@ def _shape_buckets(model: MeshModel, sizes: Sizes) -> ShapeBuckets:
         table_width=table_width(sizes.max_model_len, model.geometry),
         # only on CPU: elsewhere a kernel takes absorbed prompts, and up-projected ones would run the slower loop
         whole_prompts_from=up_projection_threshold(mla) if mla and model.platform == "cpu" else None,
-        prompt_exchange=PromptExchange(2048) if model.layout.dcp > 1 else None,
+        prompt_exchange=model.prompt_exchange,
     )
 
 

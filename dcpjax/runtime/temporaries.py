@@ -3,16 +3,22 @@
 The compiled programs of small models need between a quarter of it and all of it (tests/runtime/test_temporaries.py).
 """
 
+import math
+
 from dcpjax.models.attention.up_projected import PIECE
 from dcpjax.models.config import ModelConfig
+from dcpjax.models.exchange import PromptExchange
 from dcpjax.models.kv_cache import CHUNK_SLOTS
 from dcpjax.runtime.batch import LEAST_TOKENS, PREFILL_TILE, SHORT_TILE
 from dcpjax.sharding.mesh import Layout
 
+PIECE_COPIES = 3  # of gathered keys: as they arrive, in the order of positions, and as attention reads them
 FLOAT32 = 4  # bytes: activations are float32 whatever the weights are
 
 
-def step_temporaries(config: ModelConfig, layout: Layout, *, tokens: int, rows: int) -> int:
+def step_temporaries(
+    config: ModelConfig, layout: Layout, *, tokens: int, rows: int, prompts: PromptExchange | None = None
+) -> int:
     """Bytes on each device of a step of so many tokens, of which `rows` are sampled from.
 
     Sampling runs after the layers, whose hidden states are kept until then.
@@ -20,7 +26,8 @@ def step_temporaries(config: ModelConfig, layout: Layout, *, tokens: int, rows: 
     hidden = tokens * config.hidden_size
     layers = tokens * _numbers_per_token(config, layout) + _scores(config, layout, tokens)
     sampling = 3 * rows * config.vocab_size  # logits of the own rows, of all rows, and as the options change them
-    return FLOAT32 * (hidden + max(layers, sampling))
+    gathered = 0 if prompts is None else math.ceil(PIECE_COPIES * prompts.piece_bytes)
+    return FLOAT32 * (hidden + max(layers, sampling)) + gathered
 
 
 def _numbers_per_token(config: ModelConfig, layout: Layout) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from dcpjax.api.checks import check_bool, check_choice, check_size, from_options, is_number
-from dcpjax.api.config import CommBackend
+from dcpjax.api.config import CommBackend, Dtype
 from dcpjax.planning.options import PlannedDtype, PlanOptions
 
 Arrivals = Literal["trace", "all", "closed"]
@@ -21,6 +21,7 @@ PLANNED = (  # options that are passed on to the planner
     "workspace_bytes",
     "kv_cache_memory_bytes",
     "dcp_comm_backend",
+    "dcp_exchange_dtype",
     "dcp_replicate_q",
     "hf_overrides",
 )
@@ -55,6 +56,8 @@ class SimOptions:
             engine's largest step needs.
         kv_cache_memory_bytes: bytes of the cache on each device. None: what weights and workspace leave.
         dcp_comm_backend: how ranks merge their partial attention: "ag_rs", "a2a" or "psum".
+        dcp_exchange_dtype: dtype in which queries and partial outputs cross the links: "float32" or "bfloat16"; "auto"
+            is bfloat16 on accelerators unless the weights are float32.
         dcp_replicate_q: keep the whole query projection on each rank; takes memory and saves one collective per layer.
         hf_overrides: entries of config.json to replace, such as {"num_hidden_layers": 2}; nested entries are merged.
     """
@@ -76,6 +79,7 @@ class SimOptions:
     workspace_bytes: int | None = None
     kv_cache_memory_bytes: int | None = None
     dcp_comm_backend: CommBackend = "ag_rs"
+    dcp_exchange_dtype: Dtype = "auto"
     dcp_replicate_q: bool = False
     hf_overrides: Mapping[str, Any] | None = None
 

@@ -141,8 +141,10 @@ def _merge_over_dcp(features: int, runtime: Runtime, part: Partial) -> jax.Array
             return flatten_heads(part.out, features)
         merge, (tokens, heads, value_dim) = runtime.dcp_comm_backend, part.out.shape
         if merge == "auto":
-            merge = fastest(MergeSize(tokens, heads, value_dim, features, runtime.place.dcp), runtime.link)
-        return MERGES[merge](part, features)
+            sent = jnp.dtype(runtime.dcp_exchange_dtype)
+            size = MergeSize(tokens, heads, value_dim, features, runtime.place.dcp, sent.itemsize)
+            merge = fastest(size, runtime.link)
+        return MERGES[merge](part, features, runtime.dcp_exchange_dtype)
 
 
 def _only_decodes(work: Work) -> bool:

@@ -104,7 +104,7 @@ def attend_to_gathered(
         whole = CacheGeometry(block_size=geometry.block_size)
         return merge.merge(part, attend(gathered, piece.work(work, keys, whole), whole))
 
-    tokens = keys.first_tokens[:, None] + jnp.arange(CHUNK_SLOTS)
+    tokens = keys.first_tokens[:, None] + jnp.arange(CHUNK_SLOTS)[None, :]
     own_new = tuple(_select(x, kv_heads, axis=1) for x in new)
     own = cache.of_tokens(own_new, jnp.minimum(tokens, work.positions.shape[0] - 1))
     own_work = Work(keys.index_in_chunk, work.rows, keys.new_blocks, work.tiles)

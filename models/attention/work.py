@@ -81,6 +81,7 @@ class Runtime:
     geometry: CacheGeometry
     dcp_comm_backend: Merge | Literal["auto"] = "ag_rs"
     dcp_replicate_q: bool = False
+    dcp_exchange_dtype: Literal["float32", "bfloat16"] = "float32"
     dcp_overlap: bool = False
     link: Link | None = None  # from which dcp_comm_backend="auto" chooses a merge
     attention_body: Literal["auto", "loop", "gather", "pallas"] = "auto"

@@ -20,8 +20,9 @@ from dcpjax.checkpoint.presets import PRESETS
 from dcpjax.models import decoder
 from dcpjax.models.attention.work import Runtime, Tiles, Work
 from dcpjax.models.config import from_hf
+from dcpjax.models.exchange import exchange
 from dcpjax.models.kv_cache import CacheGeometry
-from dcpjax.planning.floor import exchange, floor, smallest
+from dcpjax.planning.floor import floor, smallest
 from dcpjax.planning.hardware import HARDWARE, Hardware, find_hardware, quantity
 from dcpjax.planning.planner import Plan, plan
 from dcpjax.planning.sizes import ONE, abstract_place, checkpoint_bytes, weight_bytes, weight_parts

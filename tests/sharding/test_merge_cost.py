@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dcpjax.checkpoint.model_files import open_model
 from dcpjax.models.config import from_hf
-from dcpjax.planning.floor import exchange
+from dcpjax.models.exchange import exchange
 from dcpjax.runtime import model as model_module
 from dcpjax.runtime.batch import build
 from dcpjax.runtime.runner import Runner
