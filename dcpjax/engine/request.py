@@ -161,5 +161,10 @@ class Request:
             extend(self._keys, self.tokens(0, blocks * block_size), block_size)
         return self._keys[: blocks + 1]
 
+    def drop_after(self, count: int) -> None:
+        """Forget the output tokens after the first `count`, because the text ends there."""
+        del self.output_token_ids[count:], self.scores[count:]
+        self.metrics.num_generated_tokens = count
+
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None, error: str | None = None) -> None:
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error

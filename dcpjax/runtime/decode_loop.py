@@ -31,19 +31,17 @@ class Ahead:
 
     # [B] int32, host: tokens to generate, 0 for padding
     steps: jax.Array
-    # [B, n] int32, host: tokens that end the row's request, -1 for padding; None if no row has any
-    ends: jax.Array | None
+    # [B, n] int32, host: tokens that end the row's request, -1 for padding
+    ends: jax.Array
     # steps that the results have room for
     most: int = struct.static()
 
     @classmethod
     def of(cls, step: Sequence[Scheduled], rows: int, most: int) -> "Ahead":
         """For a step padded to `rows` rows."""
-        return cls(
-            padded([entry.steps for entry in step], rows, fill=0),  # type: ignore[arg-type]
-            padded_ids([sorted(entry.request.end_token_ids) for entry in step], rows),
-            most,
-        )
+        ends = padded_ids([sorted(entry.request.end_token_ids) or [-1] for entry in step], rows)
+        assert ends is not None  # none of the rows is empty: one program for requests with and without such tokens
+        return cls(padded([entry.steps for entry in step], rows, fill=0), ends, most)  # type: ignore[arg-type]
 
 
 class State(NamedTuple):
@@ -123,10 +121,8 @@ def _of_step(options: SamplingBatch, done: jax.Array, running: jax.Array) -> Sam
     return replace(options, seat=jnp.where(running, options.seat, -1), draw=draw)
 
 
-def _ends(sampled: Sampled, ends: jax.Array | None) -> jax.Array:
-    """[B] bool: whether nothing follows a row's token: it ends the request, or is none of a model in order."""
-    if ends is None:
-        return ~sampled.finite
+def _ends(sampled: Sampled, ends: jax.Array) -> jax.Array:
+    """[B] bool: whether nothing follows a row's token: it ends the request, or its logits were not finite."""
     return ~sampled.finite | jnp.any(sampled.tokens[:, None] == ends, axis=-1)
 
 
