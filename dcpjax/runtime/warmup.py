@@ -38,7 +38,8 @@ def steps(shapes: ShapeBuckets, max_model_len: int, choice: Warmup, num_decode_s
     """An example step of each shape, the largest first."""
     found = list(decode_steps(shapes))
     if num_decode_steps > 1:
-        found += [[replace(entry, steps=num_decode_steps) for entry in step] for step in all_sampled(found)]
+        whole = [step for step in found if all(entry.samples for entry in step)]
+        found += [[replace(entry, steps=num_decode_steps) for entry in step] for step in whole]
     if choice == "all":
         found += prompt_steps(shapes, max_model_len)
     return sorted(found, key=lambda step: -sum(entry.count for entry in step))
@@ -47,10 +48,6 @@ def steps(shapes: ShapeBuckets, max_model_len: int, choice: Warmup, num_decode_s
 def decode_steps(shapes: ShapeBuckets) -> Iterator[Step]:
     for rows in _buckets(shapes.rows, _most_rows(shapes)):
         yield from _steps([1] * rows, shapes)
-
-
-def all_sampled(steps: list[Step]) -> list[Step]:
-    return [step for step in steps if all(entry.samples for entry in step)]
 
 
 def prompt_steps(shapes: ShapeBuckets, max_model_len: int) -> Iterator[Step]:
