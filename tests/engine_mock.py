@@ -158,9 +158,7 @@ class MockRunner:
         tokens = request.tokens(entry.start, entry.start + entry.count)
         bad = [self.bad_rows(replace(entry, start=entry.start + step)) for step in range(entry.steps)]
         table, ends = list(entry.block_table), request.end_token_ids
-        return Row(
-            table, entry.start, tokens, request.seat, entry.samples, least, bad.__getitem__, entry.steps, ends
-        )
+        return Row(table, entry.start, tokens, request.seat, entry.samples, least, bad.__getitem__, entry.steps, ends)
 
     def check(self, launched: Launch) -> None:
         """A step's rows have seats of their own, and write to blocks of their own."""
