@@ -32,6 +32,7 @@ from dcpjax.runtime.batch import ShapeBuckets, build
 from dcpjax.runtime.logit_rows import SampledRows
 
 VOCAB = 49152
+TOKENS = 65  # of each request: one from the prompt, then whole calls of several steps
 
 
 class InstantDevice:
@@ -71,7 +72,7 @@ def main() -> None:
         llm = LLM(
             options.model,
             max_num_seqs=max(options.batch),
-            max_model_len=1024,
+            max_model_len=512,
             num_decode_steps=options.decode_steps,
             progress=False,
         )
@@ -120,14 +121,15 @@ def _compare_scheduling(llm: LLM, options: argparse.Namespace) -> None:
 
 def _compare_steps(llm: LLM, options: argparse.Namespace) -> None:
     """The same with one decode step per call, and with several."""
-    print(f"{options.decode_steps} decode steps per call   batch | 1 ms    | {options.decode_steps} ms    | ratio of times")
+    most = options.decode_steps
+    print(f"{most} decode steps per call   batch | 1 ms    | {most} ms    | ratio of times, 1 / {most}")
 
     def decode(steps: int, batch: int) -> float:
         _set_decode_steps(llm, steps)
-        return seconds(lambda: llm.generate(_prompts(batch), _greedy(65), use_tqdm=False)) / 65
+        return seconds(lambda: llm.generate(_prompts(batch), _greedy(TOKENS), use_tqdm=False)) / TOKENS
 
     for batch in options.batch:
-        sides = [partial(decode, steps, batch) for steps in (1, options.decode_steps)]
+        sides = [partial(decode, steps, batch) for steps in (1, most)]
         print(_row(llm, batch, [statistics.median(each) for each in _in_turn(sides, options.rounds)]))
 
 

@@ -77,7 +77,8 @@ def check_same(found: list[RequestOutput], expected: list[RequestOutput]) -> Non
     assert list(map(seen, found)) == list(map(seen, expected))
     for ours, theirs in zip(found, expected, strict=True):
         assert logprobs(ours) == pytest.approx(logprobs(theirs), abs=5e-5)
-        assert ours.metrics and theirs.metrics
+        assert ours.metrics
+        assert theirs.metrics
         assert ours.metrics.num_generated_tokens == theirs.metrics.num_generated_tokens
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dcpjax.engine.request import UNKNOWN
 from dcpjax.engine.scheduler import Scheduled

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 import jax
 import numpy as np
@@ -42,8 +43,8 @@ def read_back(
 
 def read_back_all(step: Sequence[Scheduled], sampled: Sampled) -> StepResult:
     """The same for several decode steps: `sampled` has an axis of these before that of the rows."""
-    each = [jax.tree.map(lambda array: array[index], sampled) for index in range(len(sampled.tokens))]
-    first, *following = [read_back(step, None, one, None) for one in each[: max(entry.steps for entry in step)]]
+    steps = range(max(entry.steps for entry in step))
+    first, *following = [read_back(step, None, jax.tree.map(itemgetter(index), sampled), None) for index in steps]
     return replace(first, following=following)
 
 

@@ -125,14 +125,14 @@ class Runner:
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a step; its results in the order of its entries."""
-        arrays = jax.device_get(launched.arrays)
-        return read_back_all(launched.step, arrays[1]) if is_repeated(launched.step) else read_back(launched.step, *arrays)
+        step, arrays = launched.step, jax.device_get(launched.arrays)
+        return read_back_all(step, arrays[1]) if is_repeated(step) else read_back(step, *arrays)
 
     def programs_of(self, step: Sequence[Scheduled]) -> dict[ProgramKey, Callable[[], Any]]:
         """What compiles each program of a step without running it. Later calls of that shape find it compiled."""
         if is_repeated(step):
-            inputs = self._repeated(step)
-            return {_shape(inputs): bind(_compile, self.programs.decode, self.weights, self.cache, self.latest, *inputs)}
+            inputs, state = self._repeated(step), (self.weights, self.cache, self.latest)
+            return {_shape(inputs): bind(_compile, self.programs.decode, *state, *inputs)}
         batch = build(step, self.shapes, self.geometry)
         rows = self._sampled_rows(step, batch)
         scored = ScoredTokens.of(step, self.model.config.vocab_size)
