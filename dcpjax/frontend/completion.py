@@ -76,7 +76,7 @@ class Completion:
             self._scored = decodes_behind(request.prompt_token_ids)
 
     def take_tokens(self) -> None:
-        """Turn the request's new tokens into text, with an event for each. A stop string in the text ends the completion,
+        """Turn the request's new tokens into text, an event for each. A stop string in the text ends the completion,
         and tokens behind it are dropped: one step may bring several.
         """
         new = self.request.output_token_ids[len(self.output.token_ids) :]
