@@ -158,28 +158,28 @@ class Engine:
             result = self.runner.collect(step.launched)
         except Exception as error:
             return self._fail(step.entries, error)
-        now = time.monotonic()
+        now, results = time.monotonic(), [result, *result.following]
         changed = [
             entry.request
             for row, entry in enumerate(step.entries)
-            if entry.request.finish_reason is None and self._apply_all(entry, row, [result, *result.following], now)
+            if entry.request.finish_reason is None and self._apply(entry, row, results, now)
         ]
-        if not all(all(each.finite) for each in (result, *result.following)):
+        if not all(all(each.finite) for each in results):
             self.blocks.forget_free()  # also those of a request that has left its blocks since the step was launched
         return changed
 
-    def _apply_all(self, entry: Scheduled, row: int, results: Sequence[StepResult], now: float) -> bool:
+    def _apply(self, entry: Scheduled, row: int, results: Sequence[StepResult], now: float) -> bool:
         """Give a request its row of the result of each decode step. True if it has a new token or ended."""
         self.scheduler.token_arrived(entry)
         for done, result in enumerate(results[: entry.steps], 1):
-            self._apply(entry, row, result, now)
+            self._apply_one(entry, row, result, now)
             if entry.request.finish_reason is not None:
                 self.scheduler.ended_after(entry, done)
                 self.end(entry.request)
                 return True
         return entry.samples
 
-    def _apply(self, entry: Scheduled, row: int, result: StepResult, now: float) -> None:
+    def _apply_one(self, entry: Scheduled, row: int, result: StepResult, now: float) -> None:
         request = entry.request
         if result.prompt_scores:
             request.prompt_scores.update(result.prompt_scores[row])
