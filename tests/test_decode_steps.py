@@ -150,6 +150,13 @@ def test_the_loop_holds_the_collectives_of_one_step_and_updates_the_cache_in_pla
     assert not [line for line in program.as_text().splitlines() if " copy(" in line and f"[{shape}]" in line]
 
 
+def test_the_loop_keeps_nothing_that_follows_from_the_weights_alone() -> None:
+    """Such as a table of other numbers: XLA would take it out of the loop, and each call would compute all of it."""
+    runner = make_runner(1, 1, num_decode_steps=8, dtype="bfloat16")
+    program, single = compiled_decode(runner, ahead([20, 40], 8)), compiled(runner, scheduled([20, 40]))
+    assert program.memory_analysis().temp_size_in_bytes < 1.3 * single.memory_analysis().temp_size_in_bytes
+
+
 @pytest.mark.parametrize(
     ("family", "tp", "dcp"),
     sample(

@@ -82,9 +82,11 @@ def decode_steps(
         running = _running(state, ahead)
         tokens = jnp.where(running, state.latest[batch.seats], -1)
         work = _advanced(batch.work, state.done, running, runtime.geometry)
-        hidden, cache = decoder.forward(weights, state.cache, tokens, work, config, runtime)
+        # tied to the step: XLA would compute what follows from the weights alone once for all steps, and keep it
+        own, _ = jax.lax.optimization_barrier((weights, state.done))
+        hidden, cache = decoder.forward(own, state.cache, tokens, work, config, runtime)
         with jax.named_scope("logits"):
-            logits = decoder.logits(weights, hidden, config, runtime.place)
+            logits = decoder.logits(own, hidden, config, runtime.place)
         sampled, latest = sample(logits, state.latest, _of_step(options, state.done, running))
         sampled = replace(sampled, finite=sampled.finite | ~running)
         return State(
