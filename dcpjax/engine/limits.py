@@ -19,7 +19,7 @@ MIXED_STEPS = (32, 64)
 # Prompt tokens that attend together in the smaller of these: fewer cost as much.
 MIXED_TILE = 8
 # Decode steps in one call on accelerators, for requests that are not streamed: launch and host then cost an eighth. On
-# CPU one: eight save 9 to 14 % of SmolLM2-135M's steps, but the layers compile again for each combination of sampling
+# CPU one: eight save 5 to 13 % of SmolLM2-135M's steps, but the layers compile again for each combination of sampling
 # options, which takes longer than short runs save.
 DECODE_STEPS = 8
 
