@@ -2,7 +2,8 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import lt
 
 import numpy as np
 
@@ -90,7 +91,10 @@ class Row:
     seat: int
     samples: bool
     least: int
-    bad: bool
+    bad: Callable[[int], bool]  # whether the hidden state of the decode step of this number is not finite
+    steps: int
+    ends: frozenset[int]
+    ended: bool = False
 
 
 @dataclass
@@ -152,8 +156,9 @@ class MockRunner:
             assert not request.num_in_flight, "a guide must have seen every token"
             least = int(np.argmax(request.guide.mask()))
         tokens = request.tokens(entry.start, entry.start + entry.count)
-        bad = self.bad_rows(entry)
-        return Row(list(entry.block_table), entry.start, tokens, request.seat, entry.samples, least, bad)
+        bad = [self.bad_rows(replace(entry, start=entry.start + step)) for step in range(entry.steps)]
+        table, ends = list(entry.block_table), request.end_token_ids
+        return Row(table, entry.start, tokens, request.seat, entry.samples, least, bad.__getitem__, entry.steps, ends)
 
     def check(self, launched: Launch) -> None:
         """A step's rows have seats of their own, and write to blocks of their own."""
@@ -164,8 +169,12 @@ class MockRunner:
             raise Misuse(f"seats {seats}")
         if len(set(written)) < len(written):
             raise Misuse(f"blocks {written} are written by two requests")
-        if any(not row.tokens or len(row.table) * size < row.start + len(row.tokens) for row in launched.rows):
+        sizes = [row.start + len(row.tokens) + row.steps - 1 for row in launched.rows]
+        held = [len(row.table) * size for row in launched.rows]
+        if any(not row.tokens for row in launched.rows) or any(map(lt, held, sizes)):
             raise Misuse("a request has no tokens, or no block for one")
+        if any(row.steps > 1 and (len(row.tokens) > 1 or not row.samples) for row in launched.rows):
+            raise Misuse("a prompt has several decode steps")
 
     def run_queue(self) -> None:
         while self.queue:
@@ -179,17 +188,28 @@ class MockRunner:
                 self.slots.pop((target, offset), None)
                 if (source, offset) in before:
                     self.slots[target, offset] = before[source, offset]
-        for row in launched.rows:
-            self.write(row)
-        found = [self.sample(row) for row in launched.rows]
-        launched.result = StepResult([token or 0 for token in found], [token is not None for token in found])
+        steps = max(row.steps for row in launched.rows)
+        first, *following = [self.run_step(launched.rows, number) for number in range(steps)]
+        launched.result = replace(first, following=following)
 
-    def write(self, row: Row) -> None:
+    def run_step(self, rows: Sequence[Row], number: int) -> StepResult:
+        """The decode step of this number, or the only step. A row that has ended keeps still."""
+        active = [row for row in rows if number < row.steps and not row.ended]
+        for row in active:
+            if number:
+                row.start, row.tokens = row.start + 1, [UNKNOWN]
+            self.write(row, row.bad(number))
+        found = [self.sample(row) if row in active else 0 for row in rows]
+        for row, token in zip(rows, found, strict=True):
+            row.ended = row.ended or token is None or token in row.ends
+        return StepResult([token or 0 for token in found], [token is not None for token in found])
+
+    def write(self, row: Row, bad: bool) -> None:
         self.computed += len(row.tokens)
         for position, token in enumerate(row.tokens, row.start):
             known = self.latest[row.seat] if token == UNKNOWN else token
             before = (0, 7) if position == 0 else self.read(row, position - 1)
-            value = None if row.bad or before is None else (known, mix(before[1], known))
+            value = None if bad or before is None else (known, mix(before[1], known))
             self.slots[self.slot(row, position)] = value
 
     def sample(self, row: Row) -> int | None:
@@ -223,6 +243,8 @@ def engine(
     caching: bool = True,
     least_copied: int = 1,
     prefill_budget: PrefillBudget | None = None,
+    num_decode_steps: int = 1,
+    num_streamed_steps: int | None = None,
 ) -> Engine:
     limits = StepLimits(
         max_num_seqs=seats,
@@ -230,6 +252,8 @@ def engine(
         prefill_budget=prefill_budget,
         enable_prefix_caching=caching,
         least_copied=least_copied,
+        num_decode_steps=num_decode_steps,
+        num_streamed_steps=num_streamed_steps or num_decode_steps,
     )
     return Engine(runner or MockRunner(), num_blocks=num_blocks, limits=limits, async_scheduling=async_scheduling)
 

@@ -53,6 +53,11 @@ class EngineConfig:
         enable_prefix_caching: reuse the cache of prompts that begin with the same tokens.
         scheduling_policy: "fcfs" runs requests in order of arrival; "priority" those with the lowest `priority` first.
         async_scheduling: schedule the next step while the current one runs.
+        num_decode_steps: most decode steps that one call runs on the device while there is nothing but decodes to do,
+            so that host and launch are paid once for all of them. The tokens are the same, and come so many at a time.
+            A waiting prompt makes it 1, and so does an option of a running request that looks back at its tokens:
+            penalties, bad words, structured outputs, min_tokens until reached. "auto" is 8 on accelerators while no
+            request is streamed; else 1, because programs of several steps compile beside those of one.
         max_logprobs: most log-probabilities per token that a request may ask for; -1 allows the whole vocabulary.
         kv_cache_memory_bytes: cache size per device. None: on CPU 1 GiB divided by the number of devices, elsewhere
             what `gpu_memory_utilization` leaves after the weights and the temporaries of the largest step.
@@ -89,6 +94,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduling_policy: SchedulingPolicy = "fcfs"
     async_scheduling: bool = True
+    num_decode_steps: int | Literal["auto"] = "auto"
     max_logprobs: int = 20
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -116,6 +122,8 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_batched_tokens", "max_mixed_prefill_tokens", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
+        if self.num_decode_steps != "auto":
+            check_size("num_decode_steps", self.num_decode_steps)
         check_choice("dtype", self.dtype, get_args(Dtype))
         check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(Dtype))
         check_choice("dcp_comm_backend", self.dcp_comm_backend, get_args(CommChoice))

@@ -21,6 +21,7 @@ LEFT_OUT = (  # options that the measurement sets, that do not affect it, or tha
     "enable_prefix_caching",
     "scheduling_policy",
     "async_scheduling",
+    "num_decode_steps",
     "max_logprobs",
     "hf_overrides",
 )

@@ -191,6 +191,10 @@ def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return lambda text: None if text.lower() == "none" else read(text)
 
 
+def _or_words(words: Sequence[str], read: Callable[[str], Any]) -> Callable[[str], Any]:
+    return lambda text: text if text in words else read(text)
+
+
 def _argparse_options(field: Field[Any]) -> dict[str, Any]:
     """How argparse reads a field of this type. The dataclass checks the value, with its own error messages."""
     kind, kinds = field.type, get_args(field.type)
@@ -214,7 +218,9 @@ def _argparse_options(field: Field[Any]) -> dict[str, Any]:
     assert plain is not None, f"no flag can be made of {field.name}: {kind}"
     read = integer if plain is int else number
     metavar = "N" if plain is int else "X"
-    return {"type": _or_none(read) if NoneType in kinds else read, "metavar": metavar}
+    words = [word for one in kinds if get_origin(one) is Literal for word in get_args(one)]
+    read = _or_words(words, read) if words else read
+    return {"type": _or_none(read) if NoneType in kinds else read, "metavar": "|".join([metavar, *words])}
 
 
 def _with_hyphens(parser: Parser, argument: str) -> str:

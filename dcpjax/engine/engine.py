@@ -5,6 +5,9 @@ scheduled, and its tokens feed that one without passing through the host.
 
     host      schedule 1 | schedule 2 | collect 1 | schedule 3 | collect 2 | ...
     device                 step 1 ............... | step 2 ............... | step 3 ...
+
+A step that runs several decode steps on the device is collected before the next one is scheduled: only then is known
+which of its requests go on.
 """
 
 import time
@@ -16,7 +19,7 @@ from dcpjax.api.outputs import FinishReason, RequestMetrics
 from dcpjax.engine.blocks import BlockManager
 from dcpjax.engine.request import Request, Status, TokenGuide
 from dcpjax.engine.result import StepResult
-from dcpjax.engine.scheduler import Scheduled, Scheduler, StepLimits
+from dcpjax.engine.scheduler import Scheduled, Scheduler, StepLimits, is_repeated
 from dcpjax.engine.stats import EngineCounters, EngineStats
 from dcpjax.models.kv_cache import CacheGeometry
 
@@ -117,17 +120,26 @@ class Engine:
         )
 
     def _step(self) -> list[Request]:
+        changed = self._collect_repeated()
         scheduled = self.scheduler.schedule()
-        assert scheduled or self._in_flight, "work is waiting, but nothing could be scheduled"
+        assert scheduled or self._in_flight or changed, "work is waiting, but nothing could be scheduled"
         try:
             launched = self._launch(scheduled)
         except Exception as error:
-            changed = self._collect(self._in_flight)
+            changed += self._collect(self._in_flight)
             return list(dict.fromkeys([*changed, *self._fail(scheduled, error)]))
         if not self.async_scheduling:
             return self._collect(launched)
         before, self._in_flight = self._in_flight, launched
-        return self._collect(before)
+        return changed + self._collect(before)
+
+    def _collect_repeated(self) -> list[Request]:
+        """Collect the step in flight if it runs several decode steps."""
+        if self._in_flight is None or not is_repeated(self._in_flight.entries):
+            return []
+        changed = self._collect(self._in_flight)
+        self._in_flight = None
+        return changed
 
     def _launch(self, scheduled: list[Scheduled]) -> StepInFlight | None:
         if not scheduled:
@@ -146,20 +158,29 @@ class Engine:
             result = self.runner.collect(step.launched)
         except Exception as error:
             return self._fail(step.entries, error)
-        now = time.monotonic()
+        now, results = time.monotonic(), [result, *result.following]
         changed = [
             entry.request
             for row, entry in enumerate(step.entries)
-            if entry.request.finish_reason is None and self._apply(entry, row, result, now)
+            if entry.request.finish_reason is None and self._apply(entry, row, results, now)
         ]
-        if not all(result.finite):
+        if not all(all(each.finite) for each in results):
             self.blocks.forget_free()  # also those of a request that has left its blocks since the step was launched
         return changed
 
-    def _apply(self, entry: Scheduled, row: int, result: StepResult, now: float) -> bool:
-        """Give a request its row of a step's result. True if it has a new token or ended."""
-        request = entry.request
+    def _apply(self, entry: Scheduled, row: int, results: Sequence[StepResult], now: float) -> bool:
+        """Give a request its row of the result of each decode step. True if it has a new token or ended."""
         self.scheduler.token_arrived(entry)
+        for done, result in enumerate(results[: entry.steps], 1):
+            self._apply_one(entry, row, result, now)
+            if entry.request.finish_reason is not None:
+                self.scheduler.ended_after(entry, done)
+                self.end(entry.request)
+                return True
+        return entry.samples
+
+    def _apply_one(self, entry: Scheduled, row: int, result: StepResult, now: float) -> None:
+        request = entry.request
         if result.prompt_scores:
             request.prompt_scores.update(result.prompt_scores[row])
         if not result.finite[row]:
@@ -170,10 +191,6 @@ class Engine:
             if result.scores and (scores := result.scores[row]):
                 request.scores.append(scores)
             self._append(request, result.tokens[row], now)
-        ended = request.finish_reason is not None
-        if ended:
-            self.end(request)
-        return entry.samples or ended
 
     def _append(self, request: Request, token: int, now: float) -> None:
         """Add a sampled token, and finish the request if the token ends it."""

@@ -48,8 +48,8 @@ class Request:
     prompt_token_ids        | output_token_ids | in flight
     computed ......... | pending .......................     `num_computed` splits what the cache holds from the rest
 
-    A token in flight is sampled on the device and not yet known here; there is at most one. Each group of fields below
-    is written by one part of the program alone.
+    A token in flight is sampled on the device and not yet known here; while steps are scheduled there is at most one.
+    Each group of fields below is written by one part of the program alone.
     """
 
     # Asked: set when the request is made, never changed.
@@ -122,6 +122,18 @@ class Request:
         return len(self.output_token_ids) + self.num_in_flight < self.max_tokens
 
     @property
+    def num_left(self) -> int:
+        """Most tokens that follow the newest one."""
+        return self.max_tokens - self.num_generated
+
+    @property
+    def sampled_on_device(self) -> bool:
+        """Whether the device knows all that its next tokens depend on: no option looks at those before them."""
+        params = self.params
+        looks_back = self.guide is not None or self.bad_words or params.has_penalties
+        return not looks_back and self.num_generated >= params.min_tokens and params.logprobs != -1
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether every prompt token has to run, because its log-probability is wanted."""
         return self.params.prompt_logprobs is not None and self.first_sibling is None
@@ -148,6 +160,11 @@ class Request:
         if len(self._keys) <= blocks:
             extend(self._keys, self.tokens(0, blocks * block_size), block_size)
         return self._keys[: blocks + 1]
+
+    def drop_after(self, count: int) -> None:
+        """Forget the output tokens after the first `count`, because the text ends there."""
+        del self.output_token_ids[count:], self.scores[count:]
+        self.metrics.num_generated_tokens = count
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None, error: str | None = None) -> None:
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error

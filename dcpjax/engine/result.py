@@ -25,3 +25,4 @@ class StepResult:
     scores: Sequence[TokenScores | None] | None = None  # of the sampled tokens, where wanted
     prompt_scores: Sequence[dict[int, TokenScores]] | None = None  # by position, where wanted
     possible: Sequence[bool] | None = None  # False where every token was banned; None if none was
+    following: Sequence["StepResult"] = ()  # of the decode steps after the first, where a call runs several

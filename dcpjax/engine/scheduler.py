@@ -9,6 +9,7 @@ and is computed again later from its prompt and its generated tokens, except for
 import heapq
 from bisect import insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dcpjax.engine.blocks import BlockContent, BlockManager, PrefixMatch
@@ -31,6 +32,12 @@ class Scheduled:
     block_table: list[int]
     samples: bool  # whether the last of these tokens is the request's newest, so that the next one follows from it
     copy: tuple[int, int] | None = None  # (source, target): blocks to copy before the step
+    steps: int = 1  # decode steps to run in this call, each with the token of the one before; more need `count` 1
+
+
+def is_repeated(step: Sequence[Scheduled]) -> bool:
+    """Whether a step runs several decode steps."""
+    return any(entry.steps > 1 for entry in step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +92,15 @@ class StepLimits:
     prefill_budget: PrefillBudget | None = None  # None: prompts are not limited beside decodes
     enable_prefix_caching: bool = True
     least_copied: int = LEAST_COPIED
+    num_decode_steps: int = 1  # most decode steps in one call, while nothing but decodes is to be done
+    num_streamed_steps: int = 1  # the same while a streamed request decodes
+
+    def decode_steps(self, requests: Sequence[Request]) -> int:
+        """Most decode steps of these requests in one call."""
+        if self.num_decode_steps == 1 or not all(request.sampled_on_device for request in requests):
+            return 1
+        streamed = any(request.streamed for request in requests)
+        return self.num_streamed_steps if streamed else self.num_decode_steps
 
 
 class Scheduler:
@@ -134,22 +150,29 @@ class Scheduler:
         while not step.preempted and (request := self._next_waiting()):
             if not self._admit(request, step):
                 break
+        self._add_steps(step)
         return sorted(step.entries, key=lambda entry: entry.count > 1)
 
     def update(self, step: list[Scheduled]) -> None:
         """Note that the step has been launched: from the next step on, its tokens are in the cache."""
         self.counters.steps += 1
+        self.counters.fused_steps += max((entry.steps - 1 for entry in step), default=0)
         self._launched.append(step)
         for entry in step:
             request, prompt = entry.request, len(entry.request.prompt_token_ids)
-            request.num_computed = entry.start + entry.count
-            request.num_in_flight += entry.samples
+            request.num_computed = entry.start + entry.count + entry.steps - 1
+            request.num_in_flight += entry.steps * entry.samples
             self.counters.prompt_tokens += max(0, min(prompt, request.num_computed) - entry.start)
             self._register_blocks(request, last=entry.start < prompt <= request.num_computed)
 
     def token_arrived(self, entry: Scheduled) -> None:
         """Note that the result of a launched step has reached the host."""
-        entry.request.num_in_flight -= entry.samples
+        entry.request.num_in_flight -= entry.steps * entry.samples
+
+    def ended_after(self, entry: Scheduled, steps: int) -> None:
+        """Note that so many of the entry's decode steps have run, because the request ended."""
+        if steps < entry.steps:
+            entry.request.num_computed = entry.start + steps
 
     def start_over(self) -> None:
         """Give up the tokens in flight and compute the running requests again."""
@@ -230,7 +253,7 @@ class Scheduler:
     def _make_room(self, request: Request, step: StepBuilder) -> bool:
         """Give the request blocks for all its tokens, preempting younger ones; False if it preempted itself."""
         total = self.geometry.blocks(request.num_tokens)
-        if total == len(self.blocks.table(request.number)):
+        if total <= len(self.blocks.table(request.number)):
             return True
         while not self.blocks.can_allocate(request.number, total):
             youngest = self.running[-1]
@@ -241,6 +264,31 @@ class Scheduler:
                 return False
         self.blocks.allocate(request.number, total)
         return True
+
+    # --- several decode steps in one call
+
+    def _add_steps(self, step: StepBuilder) -> None:
+        """Let the decodes run several steps, if nobody waits for less and blocks for their tokens are free."""
+        most = self._most_steps(step)
+        while most > 1 and self._blocks_for(step, most) > self.blocks.num_free:
+            most //= 2
+        for entry in step.entries if most > 1 else ():
+            entry.steps = min(most, entry.request.num_left)
+            self.blocks.allocate(entry.request.number, self._blocks_after(entry, most))
+
+    def _most_steps(self, step: StepBuilder) -> int:
+        """One if the next step may have something else to do than these decodes."""
+        others_wait = self.waiting or step.preempted or not step.tokens_left
+        return 1 if others_wait or not all(map(_decodes, step.entries)) else self.limits.decode_steps(self.running)
+
+    def _blocks_for(self, step: StepBuilder, steps: int) -> int:
+        """Blocks that the entries need besides those they have, to run so many steps."""
+        return sum(self._blocks_after(entry, steps) - len(entry.block_table) for entry in step.entries)
+
+    def _blocks_after(self, entry: Scheduled, steps: int) -> int:
+        """Blocks of a request that has run so many steps; nothing follows from its last token."""
+        tokens = entry.start + min(steps, entry.request.num_left)
+        return max(len(entry.block_table), self.geometry.blocks(tokens))
 
     # --- waiting requests
 
@@ -331,6 +379,11 @@ def _room_beside(decodes: int, size: int) -> int:
     while size - decodes < size // 2:
         size *= 2
     return size - decodes
+
+
+def _decodes(entry: Scheduled) -> bool:
+    """Whether the entry is one generated token, not the rest of a prompt."""
+    return entry.count == 1 and entry.start >= len(entry.request.prompt_token_ids)
 
 
 def _order(request: Request) -> tuple[int, int]:

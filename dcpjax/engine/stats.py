@@ -17,6 +17,7 @@ class SchedulerCounters:
     prompt_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    fused_steps: int = 0
 
 
 @dataclass
@@ -43,7 +44,8 @@ class EngineStats:
     prompt_tokens: int
     generated_tokens: int
     preemptions: int
-    steps: int
+    steps: int  # calls of the compiled programs
+    fused_steps: int  # decode steps that followed another in the same call
     seconds: float  # in steps, without `compile_seconds`
     compile_seconds: float
 

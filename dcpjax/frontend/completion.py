@@ -76,18 +76,33 @@ class Completion:
             self._scored = decodes_behind(request.prompt_token_ids)
 
     def take_tokens(self) -> None:
-        """Turn the request's new tokens into text and an event. A stop string in the text ends the completion."""
+        """Turn the request's new tokens into text, an event for each. A stop string in the text ends the completion,
+        and tokens behind it are dropped: one step may bring several.
+        """
         new = self.request.output_token_ids[len(self.output.token_ids) :]
-        ended = self.request.finish_reason is not None
-        if not new and not ended:
-            return
-        self.output.token_ids.extend(new)
-        self._take_scores()
-        shown = new[:-1] if self._hides_last_token() else new
+        for token in new[:-1]:
+            self._take([token])
+            text = self.stream.append(token)
+            if self.stream.stopped:
+                self.request.drop_after(len(self.output.token_ids))
+                self._record(text, [token], End("stop", self.stream.stop_reason))
+                return
+            self._record(text, [token], End())
+        if new or self.request.finish_reason is not None:
+            self._take_last(new[-1:])
+
+    def _take_last(self, new: list[int]) -> None:
+        """The newest token, or none if the request ended without one."""
+        self._take(new)
+        shown = [] if self._hides_last_token() else new
         text = "".join(self.stream.append(token) for token in shown)
-        if ended:
+        if self.request.finish_reason is not None:
             text += self.stream.finish()
         self._record(text, new, self._end())
+
+    def _take(self, new: list[int]) -> None:
+        self.output.token_ids.extend(new)
+        self._take_scores()
 
     def fail(self, message: str) -> None:
         self._record("", [], End("error", error=message))
@@ -109,7 +124,7 @@ class Completion:
         output, params = self.output, self.request.params
         if output.logprobs is not None:
             wanted = -1 if params.logprob_token_ids is not None else params.logprobs or 0
-            for scores in self.request.scores[len(output.logprobs) :]:
+            for scores in self.request.scores[len(output.logprobs) : len(output.token_ids)]:
                 output.logprobs.append(_logprobs(scores, wanted, self._scored))
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + scores.logprob
         if self.request.scores_prompt and self.prompt.output.prompt_logprobs is None:

@@ -33,6 +33,7 @@ def resolve_sizes(model: MeshModel, engine: EngineConfig) -> Sizes:
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_mixed_prefill_tokens=engine.max_mixed_prefill_tokens,
         enable_prefix_caching=engine.enable_prefix_caching,
+        num_decode_steps=engine.num_decode_steps,
     )
     budget = engine.kv_cache_memory_bytes or default_cache_bytes(model, engine, limits)
     num_blocks = count_blocks(budget, block_bytes_per_device(model), model.geometry)

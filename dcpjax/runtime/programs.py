@@ -6,6 +6,8 @@
     sample    head and sampling: [B, M] -> tokens [B]; another program for each combination of options in use
     score     head and log-probabilities of prompt tokens, where these are wanted
 
+    decode    in place of forward, gather and sample: several decode steps, see `decode_loop`
+
 Each is compiled once for each shape. Only the rows that are sampled from or scored meet the head: a step in which no
 request is at its newest token ends after `forward`.
 """
@@ -24,6 +26,7 @@ from dcpjax.models import decoder
 from dcpjax.models.attention.work import Runtime
 from dcpjax.models.config import ModelConfig
 from dcpjax.runtime.batch import Batch
+from dcpjax.runtime.decode_loop import decode_steps
 from dcpjax.sampling.known_tokens import KnownIds
 from dcpjax.sampling.sampler import Sampled, SamplingBatch, sample
 from dcpjax.sampling.scoring import Logprobs, score
@@ -51,6 +54,12 @@ class Programs:
             bind(score_prompt, config=config, place=place),
             static_argnums=3,
             out_shardings=everywhere,
+            compiler_options=options,
+        )
+        self.decode = jax.jit(
+            bind(decode_steps, config=config, runtime=runtime),
+            donate_argnums=(1,),
+            out_shardings=(everywhere, everywhere, shardings),
             compiler_options=options,
         )
         self.copy = jax.jit(copy_blocks, donate_argnums=(0,), out_shardings=shardings, compiler_options=options)

@@ -1,7 +1,10 @@
 """The arrays of a step, once they are on the host, as results of its entries."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from operator import itemgetter
 
+import jax
 import numpy as np
 
 from dcpjax.engine.result import StepResult, TokenScores
@@ -36,6 +39,13 @@ def read_back(
         prompt_scores=_scores_of_prompts(step, prompt_scores),
         possible=None if possible is None else possible.tolist(),
     )
+
+
+def read_back_all(step: Sequence[Scheduled], sampled: Sampled) -> StepResult:
+    """The same for several decode steps: `sampled` has an axis of these before that of the rows."""
+    steps = range(max(entry.steps for entry in step))
+    first, *following = [read_back(step, None, jax.tree.map(itemgetter(index), sampled), None) for index in steps]
+    return replace(first, following=following)
 
 
 def _scores_of_samples(

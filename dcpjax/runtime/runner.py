@@ -13,20 +13,20 @@ import numpy as np
 from dcpjax.api.config import EngineConfig
 from dcpjax.api.progress import status
 from dcpjax.checkpoint.model_files import ModelFiles
-from dcpjax.engine.request import Request
 from dcpjax.engine.result import StepResult
-from dcpjax.engine.scheduler import Scheduled
+from dcpjax.engine.scheduler import Scheduled, StepLimits, is_repeated
 from dcpjax.models.attention.up_projected import up_projection_threshold
 from dcpjax.models.kv_cache import CacheGeometry
 from dcpjax.runtime.batch import Batch, ShapeBuckets, build
 from dcpjax.runtime.compiling import CompileTimes, run_all
+from dcpjax.runtime.decode_loop import Ahead
 from dcpjax.runtime.logit_rows import SampledRows, ScoredTokens
 from dcpjax.runtime.memory import Sizes, resolve_sizes, table_width
 from dcpjax.runtime.model import MeshModel, lay_out
 from dcpjax.runtime.programs import Programs, head_weights, padded_pairs
-from dcpjax.runtime.read_back import read_back
+from dcpjax.runtime.read_back import read_back, read_back_all
 from dcpjax.sampling.known_tokens import KnownIds, KnownTokens
-from dcpjax.sampling.sampler import Sampled
+from dcpjax.sampling.sampler import Sampled, SamplingBatch
 from dcpjax.sampling.scoring import Logprobs
 
 ProgramKey = tuple[Any, ...]
@@ -38,7 +38,7 @@ class LaunchedStep:
 
     step: Sequence[Scheduled]
     finite: jax.Array | None  # [B] bool: whether the hidden states are finite; None if every entry is sampled
-    sampled: Sampled | None  # a row for each entry that is sampled
+    sampled: Sampled | None  # a row for each entry that is sampled; of several decode steps, for each of them
     prompt_scores: Logprobs | None
 
     @property
@@ -99,6 +99,8 @@ class Runner:
 
     def launch(self, step: Sequence[Scheduled]) -> LaunchedStep:
         """Start a step and return at once with what it will have sampled."""
+        if is_repeated(step):
+            return self._launch_repeated(step)
         batch = build(step, self.shapes, self.geometry)
         sampled_rows = self._sampled_rows(step, batch)
         scored_tokens = ScoredTokens.of(step, self.model.config.vocab_size)
@@ -112,15 +114,25 @@ class Runner:
             sampled_rows and self._sample(hidden, sampled_rows),
             scored_tokens and self._score(hidden, scored_tokens),
         )
-        jax.tree.map(lambda array: array.copy_to_host_async(), launched.arrays)
-        return launched
+        return _copied_to_host(launched)
+
+    def _launch_repeated(self, step: Sequence[Scheduled]) -> LaunchedStep:
+        inputs = self._repeated(step)
+        if _shape(inputs) not in self._compiled:
+            self._compile(step, inputs[0].tokens.size)
+        sampled, self.latest, self.cache = self.programs.decode(self.weights, self.cache, self.latest, *inputs)
+        return _copied_to_host(LaunchedStep(step, None, sampled, None))
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a step; its results in the order of its entries."""
-        return read_back(launched.step, *jax.device_get(launched.arrays))
+        step, arrays = launched.step, jax.device_get(launched.arrays)
+        return read_back_all(step, arrays[1]) if is_repeated(step) else read_back(step, *arrays)
 
     def programs_of(self, step: Sequence[Scheduled]) -> dict[ProgramKey, Callable[[], Any]]:
         """What compiles each program of a step without running it. Later calls of that shape find it compiled."""
+        if is_repeated(step):
+            inputs, state = self._repeated(step), (self.weights, self.cache, self.latest)
+            return {_shape(inputs): bind(_compile, self.programs.decode, *state, *inputs)}
         batch = build(step, self.shapes, self.geometry)
         rows = self._sampled_rows(step, batch)
         scored = ScoredTokens.of(step, self.model.config.vocab_size)
@@ -178,6 +190,14 @@ class Runner:
     def _sampled_rows(self, step: Sequence[Scheduled], batch: Batch) -> SampledRows | None:
         return SampledRows.of(step, batch, self.shapes, self.model.config.vocab_size, self.known)
 
+    def _repeated(self, step: Sequence[Scheduled]) -> tuple[Batch, SamplingBatch, Ahead]:
+        """What `decode` takes besides the weights and the state on the device."""
+        batch = build(step, self.shapes, self.geometry)
+        rows = self._sampled_rows(step, batch)
+        assert rows is not None
+        ahead = Ahead.of(step, rows.indices.size, self.sizes.limits.num_decode_steps)
+        return batch, rows.options, ahead
+
     def _sample(self, hidden: jax.Array, rows: SampledRows) -> Sampled:
         gathered = self.programs.gather(hidden, rows.indices)
         sampled, self.latest = self.programs.sample(head_weights(self.weights), gathered, self.latest, rows.options)
@@ -191,7 +211,7 @@ class Runner:
     def _compile(self, step: Sequence[Scheduled], tokens: int) -> None:
         """Compile what a step of a new shape runs, and beside it the decodes that follow: they are needed next."""
         programs = self.programs_of(step)
-        if following := _next_decodes(step):
+        if following := _next_decodes(step, self.sizes.limits):
             programs |= self.programs_of(following)
         new = {key: program for key, program in programs.items() if key not in self._compiled}
         with status(f"compiling the step for {tokens} tokens", shown=self.progress), self.compile_times.noting():
@@ -219,14 +239,20 @@ def _shape_buckets(model: MeshModel, sizes: Sizes) -> ShapeBuckets:
     )
 
 
-def _next_decodes(step: Sequence[Scheduled]) -> list[Scheduled]:
-    """A step of the shape of the next one, if no request comes or stops: a token for each request that goes on."""
-    goes_on = [entry for entry in step if entry.samples and _more_than_one_left(entry.request)]
-    return [replace(entry, start=entry.start + entry.count - 1, count=1, copy=None) for entry in goes_on]
+def _copied_to_host(launched: LaunchedStep) -> LaunchedStep:
+    jax.tree.map(lambda array: array.copy_to_host_async(), launched.arrays)
+    return launched
 
 
-def _more_than_one_left(request: Request) -> bool:
-    return request.max_tokens - request.num_generated > 1
+def _next_decodes(step: Sequence[Scheduled], limits: StepLimits) -> list[Scheduled]:
+    """A step of the shape of the next one, if no request comes or stops: the next tokens of each that goes on."""
+    goes_on = [entry for entry in step if entry.samples and entry.request.num_left > entry.steps]
+    most = limits.decode_steps([entry.request for entry in goes_on])
+    return [_next_decode(entry, min(most, entry.request.num_left - entry.steps)) for entry in goes_on]
+
+
+def _next_decode(entry: Scheduled, steps: int) -> Scheduled:
+    return replace(entry, start=entry.start + entry.count - 1, count=1, copy=None, steps=steps)
 
 
 def _keys(batch: Batch, sampled: SampledRows | None, scored: ScoredTokens | None) -> Iterator[ProgramKey]:

@@ -5,6 +5,7 @@ sampling options compile at their first use.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from dcpjax.api.config import Warmup
@@ -25,7 +26,7 @@ def warm_up(runner: Runner, choice: Warmup, *, threads: int | None = None) -> No
     if choice == "none":
         return
     programs: dict[Any, Callable[[], Any]] = {}
-    for step in steps(runner.shapes, runner.sizes.max_model_len, choice):
+    for step in steps(runner.shapes, runner.sizes.max_model_len, choice, runner.sizes.limits.num_decode_steps):
         programs |= runner.programs_of(step)
     if choice == "all" and runner.sizes.limits.enable_prefix_caching:
         programs |= runner.copy_programs()
@@ -34,9 +35,12 @@ def warm_up(runner: Runner, choice: Warmup, *, threads: int | None = None) -> No
     runner.note_compiled(programs)
 
 
-def steps(shapes: ShapeBuckets, max_model_len: int, choice: Warmup) -> list[Step]:
+def steps(shapes: ShapeBuckets, max_model_len: int, choice: Warmup, num_decode_steps: int = 1) -> list[Step]:
     """An example step of each shape, the largest first."""
     found = list(decode_steps(shapes))
+    if num_decode_steps > 1:
+        whole = [step for step in found if all(entry.samples for entry in step)]
+        found += [[replace(entry, steps=num_decode_steps) for entry in step] for step in whole]
     if choice == "all":
         found += prompt_steps(shapes, max_model_len)
     return sorted(found, key=lambda step: -sum(entry.count for entry in step))

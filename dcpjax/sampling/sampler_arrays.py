@@ -108,7 +108,7 @@ def build_truncation(requests: Sequence[Request], num_rows: int, vocab_size: int
 
 def build_bias(requests: Sequence[Request], num_rows: int) -> Bias | None:
     biases = [request.params.bias_arrays for request in requests]
-    all_ids = _padded_ids([ids for ids, _ in biases], num_rows)
+    all_ids = padded_ids([ids for ids, _ in biases], num_rows)
     if all_ids is None:
         return None
     all_values = np.zeros(all_ids.shape, np.float32)
@@ -119,7 +119,7 @@ def build_bias(requests: Sequence[Request], num_rows: int) -> Bias | None:
 
 def build_banned(requests: Sequence[Request], num_rows: int) -> jax.Array | None:
     """The tokens that min_tokens and bad_words ban, [B, banned] int32, -1 for padding."""
-    return _padded_ids([_banned_tokens(request) for request in requests], num_rows)
+    return padded_ids([_banned_tokens(request) for request in requests], num_rows)
 
 
 def _banned_tokens(request: Request) -> list[int]:
@@ -169,10 +169,10 @@ def build_allowed(
 
 def build_named(requests: Sequence[Request], num_rows: int) -> jax.Array | None:
     """The tokens of `logprob_token_ids` [B, n] int32, padded to the same number."""
-    return _padded_ids([request.params.logprob_token_ids or () for request in requests], num_rows)
+    return padded_ids([request.params.logprob_token_ids or () for request in requests], num_rows)
 
 
-def _padded_ids(every: Sequence[Sequence[int]], num_rows: int) -> jax.Array | None:
+def padded_ids(every: Sequence[Sequence[int]], num_rows: int) -> jax.Array | None:
     """Token ids of each row, [B, n] int32, padded with -1; None if there are none."""
     width = bucket_size(max(map(len, every), default=0), smallest=4)
     if not width:

@@ -26,6 +26,14 @@ def test_a_size_that_may_be_left_to_the_engine_may_be_none(name):
     assert getattr(EngineConfig(**{name: None}), name) is None
 
 
+@pytest.mark.parametrize("value", [1, 8, "auto"])
+def test_decode_steps_are_a_number_or_auto(value):
+    assert EngineConfig(num_decode_steps=value).num_decode_steps == value
+    for wrong in (0, "8", True):
+        with pytest.raises(ValueError, match=f"^num_decode_steps must be an integer of at least 1, but is {wrong!r}"):
+            EngineConfig(num_decode_steps=wrong)
+
+
 @pytest.mark.parametrize(
     ("name", "legal"),
     [

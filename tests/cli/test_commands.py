@@ -186,6 +186,8 @@ def test_every_option_is_a_flag_with_help(capsys, kind):
         (["generate", "a", "--model", "m", "--min-tokens", "300"], "--min-tokens must be at most --max-tokens=256"),
         (["generate", "a", "--model", "m", "--dtype", "int4"], "--dtype must be one of auto, float32, bfloat16"),
         (["generate", "a", "--model", "m", "--block_size", "0"], "--block-size must be an integer of at least 1"),
+        (["generate", "a", "--model", "m", "--num-decode-steps", "0"], "--num-decode-steps must be an integer of at"),
+        (["generate", "a", "--model", "m", "--num-decode-steps", "all"], "--num-decode-steps must be an integer, but"),
         (["generate", "a", "--model", "m", "-tp", "8", "-dcp", "3"], "--decode-context-parallel-size must divide"),
         (["generate", "a", "--model", "m", "--system", "s"], "--system must come with --chat"),
         (["generate", "a", "--model", "m", "--stream", "--json"], "--stream must not come with --json"),
@@ -248,6 +250,12 @@ def test_options_reach_the_engine_and_the_requests(capsys):
         stop_token_ids=[1, 2, 3],
         skip_special_tokens=False,
     )
+
+
+@pytest.mark.parametrize(("text", "value"), [("4", 4), ("auto", "auto")])
+def test_a_flag_may_be_a_number_or_a_word(capsys, text, value):
+    assert main(["generate", "x", "--model", "m", "--num-decode-steps", text]) == 0
+    assert FakeLLM.last.options == {"num_decode_steps": value}
 
 
 def test_without_sampling_flags_the_model_chooses_and_256_tokens_are_the_most():

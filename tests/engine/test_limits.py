@@ -96,3 +96,20 @@ def test_a_long_prompt_and_the_streams_beside_it_each_take_at_most_three_times_a
 @pytest.mark.parametrize(("shape", "streams"), [(SMALL, 8), (TINY, 8), (TINY, 1)])
 def test_a_prompt_of_32768_tokens_takes_no_more_than_2600_steps_beside_streams(shape, streams):
     assert len(run(from_hf(shape), 32768, streams)) <= 2600
+
+
+@pytest.mark.parametrize(
+    ("platform", "asked", "steps", "streamed"),
+    [("cpu", "auto", 1, 1), ("gpu", "auto", 8, 1), ("cpu", 4, 4, 4), ("tpu", 2, 2, 2), ("gpu", 1, 1, 1)],
+)
+def test_several_decode_steps_run_where_asked_and_on_accelerators_where_nobody_waits(platform, asked, steps, streamed):
+    limits = step_limits(
+        from_hf(TINY),
+        platform,
+        max_num_seqs=1,
+        max_num_batched_tokens=None,
+        max_mixed_prefill_tokens=None,
+        enable_prefix_caching=False,
+        num_decode_steps=asked,
+    )
+    assert (limits.num_decode_steps, limits.num_streamed_steps) == (steps, streamed)

@@ -87,8 +87,8 @@ def intake(tokens: Tokenizer, config: dict[str, Any] | None = None, **generation
     return Intake(files, EngineConfig(), tokens, vocab_size=tokens.vocab_size, max_model_len=100)
 
 
-def completed(tokens: Tokenizer, prompt: Any, ids: list[int], **options: Any) -> RequestOutput:
-    """The result when the model samples `ids`, one a step."""
+def completed(tokens: Tokenizer, prompt: Any, ids: list[int], at_once: int = 1, **options: Any) -> RequestOutput:
+    """The result when the model samples `ids`, so many a step."""
     taken = intake(tokens)
     running = RunningPrompt(taken.submission(0, prompt, SamplingParams(**options)), deque())
     assert running.submission.error is None
@@ -96,12 +96,17 @@ def completed(tokens: Tokenizer, prompt: Any, ids: list[int], **options: Any) ->
     completion, request = running.completions[0], running.completions[0].request
     for position, token in enumerate(request.prompt_token_ids[1:], start=1):
         request.prompt_scores[position] = TokenScores(token, -0.5, 1, [token], [-0.5])
-    for token in ids:
+    for first in range(0, len(ids), at_once):
         if completion.output.finish_reason is not None:
             break
-        request.output_token_ids.append(token)
-        request.scores.append(TokenScores(token, -0.5, 1, [token], [-0.5]))
+        for token in ids[first : first + at_once]:
+            request.output_token_ids.append(token)
+            request.scores.append(TokenScores(token, -0.5, 1, [token], [-0.5]))
         completion.take_tokens()
+    assert [event.token_ids for event in running.events if event.token_ids] == [
+        [each] for each in running.output.outputs[0].token_ids
+    ]
+    assert request.output_token_ids == completion.output.token_ids
     if completion.output.finish_reason is None:
         completion.abort()
     return running.output
@@ -141,6 +146,15 @@ def test_a_stop_string_with_a_space_is_found_in_the_first_token(include):
     ).outputs[0]
     assert (found.text, found.stop_reason) == (" up" if include else "", " up")
     assert found.token_ids == [VOCABULARY["▁upon"]]
+
+
+@pytest.mark.parametrize("at_once", [2, 3, 8])
+@pytest.mark.parametrize("stop", [[], [" up"], ["n a"], ["a"]])
+def test_tokens_that_come_together_give_what_they_give_one_by_one(stop, at_once):
+    tokens = tokenizer()
+    ids = ids_of(tokens, "Once upon é a 日 a")
+    expected = completed(tokens, "Once", ids, stop=stop, logprobs=1).outputs[0]
+    assert completed(tokens, "Once", ids, at_once, stop=stop, logprobs=1).outputs[0] == expected
 
 
 @pytest.mark.parametrize("name", BACKENDS)

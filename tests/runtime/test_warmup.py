@@ -49,8 +49,12 @@ def soak(llm: LLM, seed: int, count: int = 40) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "layout",
-    [{}, {"tensor_parallel_size": 4, "decode_context_parallel_size": 2, "max_num_seqs": 3}],
-    ids=["one device", "four devices"],
+    [
+        {},
+        {"num_decode_steps": 4},
+        {"tensor_parallel_size": 4, "decode_context_parallel_size": 2, "max_num_seqs": 3},
+    ],
+    ids=["one device", "several decode steps", "four devices"],
 )
 def test_after_the_whole_warm_up_greedy_requests_compile_nothing(layout: dict[str, Any]) -> None:
     with compilations() as before:
