@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[BatchEngine]:
-    made, own = open_batch_engine(model, OPTIONS, progress=False)
+    made, own = open_batch_engine(model, OPTIONS, BatchOptions(), progress=False)
     assert own == {"top_k": 7}
     yield made
     assert made.num_unfinished == 0
