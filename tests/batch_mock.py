@@ -18,6 +18,7 @@ from dcpjax.cli import batch
 from dcpjax.cli.flags import Parser, parse
 from dcpjax.jobs import output_file
 from dcpjax.jobs.batch_request import BatchRequest
+from dcpjax.openai.parsers.message import MessageFormats
 from dcpjax.openai.request import RequestBody
 
 
@@ -26,6 +27,7 @@ class MockEngine:
 
     def __init__(self, seed: int = 0) -> None:
         self.random, self.running = random.Random(seed), {}
+        self.formats = MessageFormats()
         self.submitted: list[BatchRequest] = []
         self.aborted = self.steps = self.most = 0
 

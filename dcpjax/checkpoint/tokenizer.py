@@ -6,7 +6,7 @@ checkpoint or the caller, and transformers' sandbox renders them, in a process o
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
@@ -118,12 +118,19 @@ class Tokenizer:
         pieces = b"".join(self.piece(token_id, skip_special_tokens) for token_id in ids)
         return self.leading().strip(pieces.decode("utf-8", "replace"))
 
-    def detokenizer(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(
+        self,
+        skip_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] = (),
+        shown_tokens: Iterable[str] = (),
+    ) -> Detokenizer:
         """`decode` for tokens that come one at a time and continue a prompt.
 
-        The text of the prompt and the new text are together what `decode` gives for all ids at once.
+        The text of the prompt and the new text are together what `decode` gives for all ids at once, with the special
+        tokens among `shown_tokens` even if others are skipped.
         """
-        hidden = self.special_ids if skip_special_tokens else frozenset()
+        shown = map(self._backend.token_to_id, shown_tokens)
+        hidden = self.special_ids.difference(shown) if skip_special_tokens else frozenset()
         made = Detokenizer(self.piece, self.leading(), hidden)
         made.follow(prompt_token_ids)
         return made
@@ -165,6 +172,13 @@ class Tokenizer:
             switches=self._checked_template_kwargs(chat_template_kwargs or {}),
         )
         return self._encode_marked(self._templates.render(task))
+
+    def chat_template(self, *, has_tools: bool) -> str | None:
+        """The text of the checkpoint's own template for such conversations; None if it has none."""
+        own = self._config.get("chat_template")
+        if isinstance(own, Mapping):
+            own = own.get("tool_use" if has_tools and "tool_use" in own else "default")
+        return own if isinstance(own, str) else None
 
     def _template_task(
         self, messages: list[dict[str, Any]], tools: Any, chat_template: str | None, **task: Any

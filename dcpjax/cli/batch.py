@@ -98,7 +98,7 @@ def _run(flags: Flags, open_engine: OpenEngine | None) -> int:
     statistics = JobStatistics()
     advice, json_logs = f"to go on: {resume_line(sys.argv)}", flags.get("json_logs", False)
     quiet = flags.get("quiet", False)
-    open_engine = open_engine or _opener(arguments, progress=not json_logs and not quiet)
+    open_engine = open_engine or _opener(arguments, options, progress=not json_logs and not quiet)
     with StopOnSignal(advice=advice, grace_seconds=options.grace_seconds) as stop:
         try:
             run_files(
@@ -121,11 +121,11 @@ def _run(flags: Flags, open_engine: OpenEngine | None) -> int:
     return int(bool(statistics.errors) and flags.get("fail_on_errors", False))
 
 
-def _opener(arguments: ModelArguments, *, progress: bool) -> OpenEngine:
+def _opener(arguments: ModelArguments, job: BatchOptions, *, progress: bool) -> OpenEngine:
     def open_engine() -> tuple[BatchEngineProtocol, Mapping[str, Any]]:
         from dcpjax.jobs.batch_engine import open_batch_engine
 
-        return open_batch_engine(arguments.model, arguments.engine, progress=progress)
+        return open_batch_engine(arguments.model, arguments.engine, job, progress=progress)
 
     return open_engine
 

@@ -70,9 +70,18 @@ class Intake:
         return [self.chat_submission(*each, **template) for each in every]
 
     def submission(
-        self, index: int, prompt: Any, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
+        self,
+        index: int,
+        prompt: Any,
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        shown_tokens: Iterable[str] = (),
     ) -> Submission:
-        """Tokenise and check one prompt; what is wrong with it becomes the submission's error."""
+        """Tokenise and check one prompt; what is wrong with it becomes the submission's error.
+
+        The text shows the special tokens among `shown_tokens` even if others are skipped.
+        """
         try:
             text, ids = self._encode(prompt, self._kept(params))
             self._check_length(ids)
@@ -91,6 +100,7 @@ class Intake:
                 priority=priority,
                 cache_salt=_checked_salt(cache_salt),
                 bad_words=self._bad_words(tuple(params.bad_words or ())),
+                shown_tokens=tuple(shown_tokens),
                 make_guide=self._guide_maker(params, ids),
             )
         except ValueError as error:
@@ -104,6 +114,7 @@ class Intake:
         params: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
+        shown_tokens: Iterable[str] = (),
         **template: Any,
     ) -> Submission:
         """The same for one conversation, through a chat template."""
@@ -115,7 +126,7 @@ class Intake:
             ids = self.tokenizer.apply_chat_template(conversation, **template)
         except ValueError as error:
             return self._refused(index, params, error)
-        return self.submission(index, {"prompt_token_ids": ids}, params, priority, cache_salt)
+        return self.submission(index, {"prompt_token_ids": ids}, params, priority, cache_salt, shown_tokens)
 
     def start(self, prompt: RunningPrompt, *, streamed: bool) -> None:
         """Give a prompt its completions, each with a request that the engine can run."""
@@ -127,7 +138,7 @@ class Intake:
             for index in range(1, submission.params.n)
         )
         for request in (first, *rest):
-            prompt.add(request, self._stream(submission), partial(self._detokenizer, submission.params))
+            prompt.add(request, self._stream(submission), partial(self._detokenizer, submission))
 
     def _refused(self, index: int, params: SamplingParams, error: ValueError, prompt: str | None = None) -> Submission:
         return Submission(
@@ -259,14 +270,15 @@ class Intake:
 
     def _stream(self, submission: Submission) -> TextStream:
         params = submission.params
-        shown = self._detokenizer(params, submission.prompt_token_ids) if params.detokenize else None
+        shown = self._detokenizer(submission, submission.prompt_token_ids) if params.detokenize else None
         return TextStream(shown, params)
 
-    def _detokenizer(self, params: SamplingParams, token_ids: Sequence[int]) -> Detokenizer | None:
+    def _detokenizer(self, submission: Submission, token_ids: Sequence[int]) -> Detokenizer | None:
         """Of what follows these tokens; None without a tokenizer."""
         if self.tokenizer is None:
             return None
-        return self.tokenizer.detokenizer(params.skip_special_tokens, token_ids)
+        skips = submission.params.skip_special_tokens
+        return self.tokenizer.detokenizer(skips, token_ids, submission.shown_tokens)
 
 
 def _listed_prompts(prompts: Any) -> list[Any]:

@@ -20,6 +20,7 @@ class Submission:
     priority: int = 0
     cache_salt: str | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    shown_tokens: tuple[str, ...] = ()  # special tokens that the text shows even if others are skipped
     make_guide: Callable[[], TokenGuide] | None = None  # a new guide for each completion; None: the output is free
     error: str | None = None  # why it cannot run
     arrival_time: float = field(default_factory=time.monotonic)  # seconds on a monotonic clock

@@ -13,26 +13,37 @@ from dcpjax.frontend.completion import RunningPrompt
 from dcpjax.frontend.submission import Submission
 from dcpjax.jobs.batch_request import BatchRequest
 from dcpjax.jobs.job import BatchEngineProtocol
+from dcpjax.jobs.options import BatchOptions
 from dcpjax.llm import LLM
+from dcpjax.openai.parsers.message import MessageFormats
 from dcpjax.openai.request import RequestBody
 
 
 def open_batch_engine(
-    model: str | os.PathLike[str], options: Mapping[str, Any], *, progress: bool
+    model: str | os.PathLike[str],
+    options: Mapping[str, Any],
+    job: BatchOptions,
+    *,
+    progress: bool,
 ) -> tuple[BatchEngineProtocol, Mapping[str, Any]]:
-    """Load a model. Returns its engine, and the sampling options in which its checkpoint differs from the defaults."""
+    """Load a model. Returns its engine, and the sampling options in which its checkpoint differs from the defaults.
+
+    `options` are those of `EngineConfig`.
+    """
     llm = LLM(model, progress=progress, **options)
     own, usual = llm.get_default_sampling_params(), SamplingParams()
     names = option_names(SamplingParams)
     asked = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(usual, name)}
-    return BatchEngine(llm), asked
+    names = {"tool_call_parser": job.tool_call_parser, "reasoning_parser": job.reasoning_parser}
+    formats = MessageFormats.of(llm.tokenizer, **names)
+    return BatchEngine(llm, formats), asked
 
 
 class BatchEngine:
     """One model, any number of requests at a time. The caller chooses the keys."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+    def __init__(self, llm: LLM, formats: MessageFormats) -> None:
+        self._llm, self.formats = llm, formats
         self._running: dict[int, list[RunningPrompt]] = {}  # the prompts of each request
         self._events = deque[StreamEvent]()
 
@@ -111,6 +122,7 @@ class BatchEngine:
             sampling,
             request.priority,
             request.cache_salt,
+            self.formats.shown_tokens(request),
             tools=request.tools,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,

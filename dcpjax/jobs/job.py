@@ -14,6 +14,7 @@ from dcpjax.jobs.options import BatchOptions
 from dcpjax.jobs.output_file import OutputFile
 from dcpjax.jobs.progress import Progress
 from dcpjax.jobs.record import encode_record, error_record, result_record
+from dcpjax.openai.parsers.message import MessageFormats
 
 WAIT_SECONDS = 0.2  # for a line from a pipe while nothing runs, before `stop` is asked again
 LINES_PER_TURN = 512
@@ -41,6 +42,11 @@ class BatchEngineProtocol(Protocol):
 
     @property
     def num_unfinished(self) -> int: ...
+
+    @property
+    def formats(self) -> MessageFormats:
+        """How the model writes tool calls and reasoning."""
+        ...
 
     def stats(self) -> Mapping[str, float]:
         """Numbers for the status file and the logs; the live line shows `cache_usage`."""
@@ -150,7 +156,8 @@ class BatchJob:
     def _write_result(self, number: int, outputs: Sequence[RequestOutput]) -> None:
         request, size = self._running.pop(number)
         self._bytes_running -= size
-        record = result_record(request, outputs, model=self._defaults.model, created=int(time.time()))
+        model, formats = self._defaults.model, self._engine.formats
+        record = result_record(request, outputs, model=model, created=int(time.time()), formats=formats)
         self._file.append(encode_record(record))
         self._statistics.written += 1
         for output in outputs:

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from dcpjax.api.checks import check_bool, check_choice, check_seconds, check_size, from_options
+from dcpjax.openai.parsers.choice import ReasoningParserName, ToolCallParserName
 
 Fsync = Literal["always", "interval", "never"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """How a batch job treats its files.
+    """How a batch job treats its files, and the answers that go into them.
 
     Args:
         resume: continue where an earlier run into the same output stopped; starts anew if there was none.
@@ -24,6 +25,10 @@ class BatchOptions:
             The command then ends about a second later, whatever it is busy with.
         max_line_bytes: longer lines become error records and are never held in memory.
         max_in_flight: most requests in the engine at once; after a crash at most these are computed again.
+        tool_call_parser: how the model writes tool calls, which become the message's tool_calls: "auto" takes what the
+            chat template asks for; "none" leaves calls in the text.
+        reasoning_parser: how the model marks what it thinks before it answers, which becomes the message's
+            reasoning_content; "auto" and "none" as for tool calls.
 
     Raises:
         ValueError: a value out of its range, or two that contradict each other; names are in backticks.
@@ -37,6 +42,8 @@ class BatchOptions:
     grace_seconds: float = 3.0
     max_line_bytes: int = 100_000_000
     max_in_flight: int = 512
+    tool_call_parser: ToolCallParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
 
     def __post_init__(self) -> None:
         for name in ("resume", "overwrite", "retry_errors", "ordered"):
@@ -45,6 +52,8 @@ class BatchOptions:
         check_size("`max_line_bytes`", self.max_line_bytes, 2)  # an empty object
         check_size("`max_in_flight`", self.max_in_flight)
         check_seconds("`grace_seconds`", self.grace_seconds)
+        check_choice("`tool_call_parser`", self.tool_call_parser, get_args(ToolCallParserName))
+        check_choice("`reasoning_parser`", self.reasoning_parser, get_args(ReasoningParserName))
         if self.resume and self.overwrite:
             raise ValueError("`resume` must not come with `overwrite`, which throws away what is done; remove one")
         if self.retry_errors and not self.resume:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from dcpjax.api.outputs import RequestOutput
 from dcpjax.jobs.batch_request import BatchRequest
 from dcpjax.jobs.lines import FINGERPRINT_BYTES
-from dcpjax.openai.response import error_body, response_body
+from dcpjax.openai.parsers.message import MessageFormats
+from dcpjax.openai.response import UNPARSED, error_body, response_body
 
 RECORD_START = b'{"id": "batch_req_'  # every record begins with it
 _ID = re.compile(rf"batch_req_([1-9]\d{{0,9}})_([0-9a-f]{{{2 * FINGERPRINT_BYTES}}})")
@@ -31,14 +32,19 @@ class RecordSummary(NamedTuple):
 
 
 def result_record(
-    request: BatchRequest, outputs: Sequence[RequestOutput], *, model: str, created: int
+    request: BatchRequest,
+    outputs: Sequence[RequestOutput],
+    *,
+    model: str,
+    created: int,
+    formats: MessageFormats = UNPARSED,
 ) -> dict[str, Any]:
     """The record of a request that was run, from the result of each of its prompts; an error if a completion failed."""
     failed = next((output.error for output in outputs if output.error is not None), None)
     if failed is not None:
         return error_record(request.line, request.fingerprint, request.custom_id, message=failed, code="engine_error")
     name = f"{request.line}_{request.fingerprint}"
-    body = response_body(request.body, outputs, name=name, model=model, created=created)
+    body = response_body(request.body, outputs, name=name, model=model, created=created, formats=formats)
     return {
         "id": f"batch_req_{name}",
         "custom_id": request.custom_id,

@@ -22,6 +22,7 @@ from dcpjax.jobs.output_file import OutputFile, open_output
 from dcpjax.jobs.progress import Progress
 from dcpjax.jobs.statistics import JobStatistics
 from dcpjax.jobs.status_file import StatusFile
+from dcpjax.openai.parsers.message import MessageFormats
 
 STANDARD_INPUT = 0
 
@@ -70,12 +71,12 @@ def run_batch(
     def open_engine() -> tuple[BatchEngineProtocol, Mapping[str, Any]]:
         from dcpjax.jobs.batch_engine import open_batch_engine
 
-        return open_batch_engine(model, engine, progress=progress)
+        return open_batch_engine(model, engine, job, progress=progress)
 
-    statistics = JobStatistics()
+    statistics, job = JobStatistics(), BatchOptions.from_options(batch)
     run_files(
         BatchFiles(input=input, output=output, status=status_file),
-        BatchOptions.from_options(batch),
+        job,
         BatchDefaults(model=os.fspath(model), seed=sampling.pop("seed", None) or 0, sampling=sampling),
         open_engine,
         statistics=statistics,
@@ -174,7 +175,7 @@ def _count(source: int, files: BatchFiles, options: BatchOptions, answered: Answ
 class _NoEngine:
     """An engine for a job in which nothing is left to run."""
 
-    num_unfinished = 0
+    num_unfinished, formats = 0, MessageFormats()
 
     def submit(self, key: int, request: Any) -> None:
         raise AssertionError(f"line {key} has its answer already")

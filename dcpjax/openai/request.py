@@ -116,6 +116,7 @@ class RequestBody:
     prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     demanded_call: DemandedCall | None = None
+    parallel_tool_calls: bool = True  # False: the answer has at most one call
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -244,7 +245,7 @@ def _chat(options: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any
     continues = _typed(options, "continue_final_message", bool, "true or false", False)
     if continues and options.get("add_generation_prompt"):
         raise BodyError("add_generation_prompt must be false when continue_final_message is true, but is true")
-    tools, call = read_tools(options)
+    tools, call, several = read_tools(options)
     if call is not None:
         _demand(call, sampling)
     kwargs = _typed(options, "chat_template_kwargs", dict, "an object", {})
@@ -252,6 +253,7 @@ def _chat(options: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any
         "messages": messages,
         "tools": tools,
         "demanded_call": call,
+        "parallel_tool_calls": several,
         "chat_template_kwargs": {**_template_variables(options), **kwargs},
         "add_generation_prompt": _typed(options, "add_generation_prompt", bool, "true or false", not continues),
         "continue_final_message": continues,

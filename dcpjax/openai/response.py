@@ -4,16 +4,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dcpjax.api.outputs import CompletionOutput, RequestOutput
+from dcpjax.openai.parsers.deltas import message_of
+from dcpjax.openai.parsers.message import MessageFormats
 from dcpjax.openai.request import RequestBody
+from dcpjax.openai.tools import DemandedCall
 
 if TYPE_CHECKING:
     from dcpjax.api.logprobs import Logprob
 
+UNPARSED = MessageFormats()
 LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON has no number for
 
 
 def response_body(
-    request: RequestBody, outputs: Sequence[RequestOutput], *, name: str, model: str, created: int
+    request: RequestBody,
+    outputs: Sequence[RequestOutput],
+    *,
+    name: str,
+    model: str,
+    created: int,
+    formats: MessageFormats = UNPARSED,
 ) -> dict[str, Any]:
     """The body that answers `request`.
 
@@ -22,8 +32,12 @@ def response_body(
         name: follows `chatcmpl-` or `cmpl-` in the body's id.
         model: what the body calls the model.
         created: Unix time in seconds.
+        formats: how the model writes tool calls and reasoning; by default they stay in the text.
     """
-    body = _chat_body(request, outputs[0], name) if request.kind == "chat" else _completion_body(request, outputs, name)
+    if request.kind == "chat":
+        body = _chat_body(request, outputs[0], name, formats)
+    else:
+        body = _completion_body(request, outputs, name)
     return {**body, "created": created, "model": model, "usage": _usage(request, outputs)}
 
 
@@ -33,11 +47,11 @@ def error_body(message: str, *, code: str, status: int) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def _chat_body(request: RequestBody, output: RequestOutput, name: str) -> dict[str, Any]:
+def _chat_body(request: RequestBody, output: RequestOutput, name: str, formats: MessageFormats) -> dict[str, Any]:
     choices = [
         {
             "index": completion.index,
-            **_message(request, completion, f"call_{name}_{completion.index}"),
+            **_answer(request, output, completion, f"call_{name}_{completion.index}", formats),
             "logprobs": _chat_logprobs(request, completion),
             "stop_reason": completion.stop_reason,
         }
@@ -46,15 +60,24 @@ def _chat_body(request: RequestBody, output: RequestOutput, name: str) -> dict[s
     return {"id": f"chatcmpl-{name}", "object": "chat.completion", "choices": choices, **_prompt_logprobs(output)}
 
 
-def _message(request: RequestBody, completion: CompletionOutput, id_start: str) -> dict[str, Any]:
+def _answer(
+    request: RequestBody, output: RequestOutput, completion: CompletionOutput, call_ids: str, formats: MessageFormats
+) -> dict[str, Any]:
     """The message and why it ended. As with OpenAI, a call of a named function ends with "stop"."""
-    message = {"role": "assistant", "content": completion.text, "refusal": None}
-    demanded, reason = request.demanded_call, completion.finish_reason
-    calls = demanded.read(completion.text, id_start) if demanded else None
-    if calls is not None:
-        message |= {"content": None, "tool_calls": calls}
-        reason = "tool_calls" if demanded and demanded.name is None and reason == "stop" else reason
-    return {"message": message, "finish_reason": reason}
+    if request.demanded_call is not None:
+        message = _demanded_message(request.demanded_call, completion.text, call_ids)
+    else:
+        parser = formats.parser(request, output.prompt_token_ids, call_ids=call_ids)
+        message = message_of([*parser.feed(completion.text), *parser.finish()])
+    calls = "tool_calls" in message and not (request.demanded_call and request.demanded_call.name)
+    reason = completion.finish_reason
+    return {"message": message, "finish_reason": "tool_calls" if calls and reason == "stop" else reason}
+
+
+def _demanded_message(demanded: DemandedCall, text: str, call_ids: str) -> dict[str, Any]:
+    calls = demanded.read(text, call_ids)
+    message = {"role": "assistant", "content": text, "refusal": None}
+    return message if calls is None else {**message, "content": None, "tool_calls": calls}
 
 
 def _completion_body(request: RequestBody, outputs: Sequence[RequestOutput], name: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The tools of a chat request: what the template is told of them, and calls that the request demands.
 
 A demanded call is generated under a JSON schema and read back from the text. What a model calls of its own accord
-(`tool_choice` "auto") stays in its text: each family writes calls in a form of its own.
+(`tool_choice` "auto") it writes in a format of its family, which the `parsers` know.
 """
 
 import json
@@ -51,8 +51,11 @@ class DemandedCall:
         ]
 
 
-def read_tools(options: Mapping[str, Any]) -> tuple[list[Tool] | None, DemandedCall | None]:
-    """(The tools that the template is given, the call that `tool_choice` demands). Raises ToolError."""
+def read_tools(options: Mapping[str, Any]) -> tuple[list[Tool] | None, DemandedCall | None, bool]:
+    """(The tools that the template is given, the call that `tool_choice` demands, whether several calls are allowed).
+
+    Raises ToolError.
+    """
     tools, choice = options.get("tools", []), options.get("tool_choice", "auto")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ToolError(f"tools must be a list of objects, but is {short_json(tools)}")
@@ -60,11 +63,11 @@ def read_tools(options: Mapping[str, Any]) -> tuple[list[Tool] | None, DemandedC
     if not isinstance(several, bool):
         raise ToolError(f"parallel_tool_calls must be true or false, but is {short_json(several)}")
     if choice in ("auto", "none"):
-        return (tools if tools and choice == "auto" else None), None
+        return (tools if tools and choice == "auto" else None), None, several
     names = [_name(tool) for tool in tools]
     if not names:
         raise ToolError(f"tool_choice must come with tools, but is {short_json(choice)} without any; add tools")
-    return tools, DemandedCall(tools=tools, name=_chosen(choice, names), several=several)
+    return tools, DemandedCall(tools=tools, name=_chosen(choice, names), several=several), several
 
 
 def _chosen(choice: Any, names: Sequence[str]) -> str | None:

@@ -482,6 +482,23 @@ def test_the_tool_template_is_taken_when_there_are_tools(folder, template):
     assert chat_text(folder, [{"type": "function", "function": {"name": "f"}}]) == "b"
 
 
+def test_the_text_of_the_template_can_be_asked_for(folder):
+    assert Tokenizer.from_folder(folder).chat_template(has_tools=True) == TEMPLATE
+    save(folder, byte_fallback_backend(), chat_template={"default": "a", "tool_use": "b"})
+    tokenizer = Tokenizer.from_folder(folder)
+    assert [tokenizer.chat_template(has_tools=has_tools) for has_tools in (False, True)] == ["a", "b"]
+    save(folder, byte_fallback_backend())
+    assert Tokenizer.from_folder(folder).chat_template(has_tools=False) is None
+
+
+def test_some_special_tokens_can_be_shown_where_others_are_skipped(smollm2):
+    start, end = smollm2.encode("<|im_start|><|im_end|>")
+    ids = [start, *smollm2.encode("a"), end]
+    detokenizer = smollm2.detokenizer(shown_tokens=["<|im_end|>", "no token"])
+    assert "".join(map(detokenizer.append, ids)) == "a<|im_end|>"
+    assert smollm2.decode(ids) == "a"
+
+
 def test_a_template_list_of_another_form_is_refused(folder):
     save(folder, byte_fallback_backend(), chat_template=[{"name": "default"}])
     with pytest.raises(ValueError, match="must be a text, or a list of objects with name and template"):

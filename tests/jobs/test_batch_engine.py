@@ -19,6 +19,8 @@ from dcpjax.jobs.job import BatchDefaults
 from dcpjax.jobs.options import BatchOptions
 from dcpjax.jobs.run import BatchFiles, run_batch, run_files
 from dcpjax.jobs.statistics import JobStatistics
+from dcpjax.openai.parsers.formats import HERMES, Call, CallFormat
+from dcpjax.openai.parsers.message import MessageFormats
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -36,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[BatchEngine]:
-    made, own = open_batch_engine(model, OPTIONS, progress=False)
+    made, own = open_batch_engine(model, OPTIONS, BatchOptions(), progress=False)
     assert own == {"top_k": 7}
     yield made
     assert made.num_unfinished == 0
@@ -132,6 +134,25 @@ def test_an_echo_scores_the_prompt_and_may_be_all_there_is(tmp_path, engine):
     assert echo["logprobs"]["token_logprobs"] == pytest.approx(expected)
     assert whole["logprobs"]["token_logprobs"][:5] == pytest.approx(expected)
     assert (len(whole["logprobs"]["tokens"]), whole["text"][:5]) == (7, "hello")
+
+
+def test_calls_are_read_from_marks_that_other_answers_do_not_show(tmp_path, engine, monkeypatch):
+    """The model says nothing but a special token, which begins and ends the calls of this test."""
+    form = CallFormat(opening="<u>", closing="</u>", read=lambda text: Call("f", "{}") if not text else None)
+    monkeypatch.setattr(engine, "formats", MessageFormats(calls=form))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = {"messages": [{"role": "user", "content": "hello"}], "allowed_token_ids": [1], "max_tokens": 3}
+    run(tmp_path, engine, {**chat, "tools": tools}, {**chat, "tools": tools, "tool_choice": "none"}, chat)
+    called, unasked, plain = (ChatCompletion.model_validate(body).choices[0] for body in bodies(tmp_path))
+    assert [call.function.name for call in called.message.tool_calls or ()] == ["f", "f", "f"]
+    assert called.message.content is None
+    assert [choice.message.content for choice in (unasked, plain)] == ["", ""]
+
+
+def test_the_parsers_are_those_of_the_options(model):
+    for name, form in {"auto": None, "hermes": HERMES}.items():
+        made, _ = open_batch_engine(model, OPTIONS, BatchOptions(tool_call_parser=name), progress=False)
+        assert made.formats.calls is form
 
 
 def test_calls_that_are_demanded_come(tmp_path, engine):

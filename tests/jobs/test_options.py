@@ -19,6 +19,8 @@ def test_a_switch_is_true_or_false(name):
         ({"grace_seconds": float("inf")}, "`grace_seconds` must be a number of seconds, at least 0, but is inf"),
         ({"resume": True, "overwrite": True}, "`resume` must not come with `overwrite`"),
         ({"retry_errors": True}, "`retry_errors` must come with `resume`, but stands alone; add `resume`"),
+        ({"tool_call_parser": "gpt"}, "`tool_call_parser` must be one of auto, none, hermes, .*, but is 'gpt'"),
+        ({"reasoning_parser": "r1"}, "`reasoning_parser` must be one of auto, none, deepseek_r1, qwen3, but is 'r1'"),
         ({"ordred": True}, "unknown option 'ordred'; did you mean ordered?"),
     ],
 )

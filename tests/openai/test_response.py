@@ -5,6 +5,8 @@ from batch_mock import answers, chat_completion
 from dcpjax.api.logprobs import Logprob
 from dcpjax.api.outputs import CompletionOutput, RequestOutput
 from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.openai.parsers.formats import HERMES
+from dcpjax.openai.parsers.message import MessageFormats
 from dcpjax.openai.request import RequestBody
 from dcpjax.openai.response import response_body
 from dcpjax.openai.tools import DemandedCall
@@ -101,6 +103,31 @@ def test_calls_that_were_cut_off_stay_text():
     choice = called('[{"name": "f", "param', reason="length")
     assert choice["finish_reason"] == "length"
     assert choice["message"] == {"role": "assistant", "content": '[{"name": "f", "param', "refusal": None}
+
+
+def answered(text: str, *, reason="stop", **options) -> dict:
+    asked = request(tools=[{"type": "function", "function": {"name": "f"}}], **options)
+    output = RequestOutput("0", None, [1], [completion_of(text, index, reason) for index in range(2)], True)
+    body = response_body(asked, [output], name="12", model="m", created=5, formats=MessageFormats(calls=HERMES))
+    return body["choices"][1]
+
+
+def test_calls_of_the_models_own_accord_are_read_from_the_text():
+    choice = answered('I look.\n<tool_call>{"name": "f", "arguments": {"a": "é"}}</tool_call>')
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "I look.")
+    (call,) = choice["message"]["tool_calls"]
+    assert call == {"id": "call_12_1_0", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}
+
+
+def test_an_answer_that_was_cut_off_behind_a_call_says_so():
+    choice = answered('<tool_call>{"name": "f"}</tool_call> and', reason="length")
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "and")
+
+
+def test_calls_stay_text_where_nobody_says_how_they_are_written():
+    output = RequestOutput("0", None, [1], [completion_of('<tool_call>{"name": "f"}</tool_call>')], True)
+    message = body_of(request(tools=[{}]), output)["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": '<tool_call>{"name": "f"}</tool_call>', "refusal": None}
 
 
 def test_every_prompt_of_a_list_has_its_choices():

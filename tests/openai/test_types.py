@@ -10,6 +10,8 @@ from openai.types.shared import ErrorObject
 
 from dcpjax.api.logprobs import Logprob
 from dcpjax.api.outputs import CompletionOutput, RequestOutput
+from dcpjax.openai.parsers.formats import HERMES
+from dcpjax.openai.parsers.message import MessageFormats
 from dcpjax.openai.request import read_body
 from dcpjax.openai.response import error_body, response_body
 
@@ -18,6 +20,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "g"}},
 ]
 ONE = {"type": "function", "function": {"name": "f"}}
+CALL = '<tool_call>{"name": "f"}</tool_call>'
 CHATS: list[dict[str, Any]] = [
     {},
     {"n": 2},
@@ -68,6 +71,20 @@ def body_of(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("options", CHATS, ids=str)
 def test_a_chat_is_one_of_openais(options):
     ChatCompletion.model_validate(body_of("chat", options), strict=True)
+
+
+@pytest.mark.parametrize(
+    "text", ["<think>a</think>b", "<think>a", '<think>a</think><tool_call>{"name": "f"}</tool_call>']
+)
+def test_a_chat_with_reasoning_and_calls_is_one_of_openais(text):
+    request = read_body("chat", {"messages": [{"role": "user", "content": "ab"}], "tools": TOOLS})
+    outputs = answers(request)
+    outputs[0].outputs[0].text = text
+    formats = MessageFormats(calls=HERMES, reasons=True)
+    body = response_body(request, outputs, name="1", model="m", created=5, formats=formats)
+    message = ChatCompletion.model_validate(body, strict=True).choices[0].message
+    assert (message.model_extra or {})["reasoning_content"] == "a"
+    assert len(message.tool_calls or ()) == text.count("<tool_call>")
 
 
 @pytest.mark.parametrize("options", COMPLETIONS, ids=str)
