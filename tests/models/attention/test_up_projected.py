@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from abstract_arrays import abstract_tree
-from compiled_steps import compiled, instructions, scheduled
+from compiled_steps import compiled, instructions, scheduled, with_gathered_queries
 from harness import GOLDENS, Stepper, Trace, golden, golden_runner, sample, swept
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -98,7 +98,8 @@ def test_a_prompt_attends_as_one_where_a_step_is_long_enough_to_gain():
 
 @cache
 def runner(tp: int, dcp: int, *, tokens: int = 64, **options: Any) -> Runner:
-    return golden_runner("deepseek-v3", tp, dcp, max_num_batched_tokens=tokens, **options)
+    """Queries are gathered: `test_gathered_keys` is about the other way."""
+    return with_gathered_queries(golden_runner("deepseek-v3", tp, dcp, max_num_batched_tokens=tokens, **options))
 
 
 def test_only_steps_with_large_tiles_are_up_projected_and_no_other_body_is():
@@ -248,7 +249,9 @@ LENGTHS = (90, 3, 41, 1, 200)  # in steps of 64 tokens, four at a time: chunked,
 
 @cache
 def stepper(**options: Any) -> Stepper:
-    return Stepper(GOLDENS / "deepseek-v3", max_num_batched_tokens=64, one_shape=True, **options)
+    made = Stepper(GOLDENS / "deepseek-v3", max_num_batched_tokens=64, one_shape=True, **options)
+    with_gathered_queries(made.runner)
+    return made
 
 
 def traces(**options: Any) -> list[Trace]:
