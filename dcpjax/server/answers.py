@@ -48,7 +48,8 @@ class Answers:
     """An ASGI application that answers requests of one kind."""
 
     def __init__(self, service: Service, kind: Kind) -> None:
-        self._service, self._kind = service, kind
+        self._service = service
+        self._kind: Kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         fields = await json_fields(Request(scope, receive), self._service)
