@@ -129,7 +129,11 @@ def field_helps(kind: type) -> dict[str, str]:
 
 # Names of options in error messages. A name without an underscore ("n", "stop", "seed") can be an English word as well,
 # so it counts only at the start of a sentence or before "=".
-_NAMES = [field.name for kind in (EngineConfig, SamplingParams, PlanOptions, SimOptions, ServeOptions) for field in fields(kind)]
+_NAMES = [
+    field.name
+    for kind in (EngineConfig, SamplingParams, PlanOptions, SimOptions, ServeOptions)
+    for field in fields(kind)
+]
 _LONG = "|".join(name for name in _NAMES if "_" in name)
 _PLAIN = "|".join(["model", *(name for name in _NAMES if "_" not in name)])
 _OPTION_NAME = re.compile(
