@@ -16,7 +16,7 @@ import dcpjax
 from dcpjax.openai.token_bodies import detokenize, tokenize
 from dcpjax.server.answers import Answers, json_fields
 from dcpjax.server.auth import KeyCheck
-from dcpjax.server.bounds import BodyBounds
+from dcpjax.server.bounds import RequestBounds
 from dcpjax.server.errors import (
     RequestError,
     answer_failure,
@@ -26,6 +26,7 @@ from dcpjax.server.errors import (
     json_response,
 )
 from dcpjax.server.openapi import description
+from dcpjax.server.root_path import RootPath
 from dcpjax.server.service import Service
 
 
@@ -58,14 +59,14 @@ def make_app(service: Service) -> Starlette:
 def _middleware(service: Service) -> list[Middleware]:
     """The first comes first: nothing is read of a request without a key, and nothing done for one that is too large."""
     options = service.options
-    made = []
+    made = [Middleware(RootPath, path=options.root_path)] if options.root_path else []
     if options.allowed_origins:
         origins = list(options.allowed_origins)
         made.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
     if options.api_key:
         made.append(Middleware(KeyCheck, keys=list(options.api_key)))
-    made.append(Middleware(BodyBounds, max_bytes=options.max_body_bytes, seconds=options.read_seconds))
-    return made
+    sizes = {"max_header_bytes": options.max_header_bytes, "max_body_bytes": options.max_body_bytes}
+    return [*made, Middleware(RequestBounds, **sizes, seconds=options.read_seconds)]
 
 
 class _Paths:
@@ -99,7 +100,7 @@ class _Paths:
         return Response(self._service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(description(self._service.options.root_path))
+        return json_response(description(self._service.names, self._service.options.root_path))
 
     def _card(self, name: str) -> dict[str, Any]:
         return {

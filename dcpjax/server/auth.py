@@ -37,8 +37,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _is_open(scope: Scope) -> bool:
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path in OPEN_PATHS and scope["method"] in ("GET", "HEAD")
+    return scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD")
 
 
 def _refusal() -> RequestError:

@@ -1,4 +1,4 @@
-"""Bounds on bodies: in bytes, and in the time that a client takes to send one."""
+"""Bounds on headers and bodies in bytes, and on the time that a client takes to send a body."""
 
 import asyncio
 
@@ -9,11 +9,12 @@ from dcpjax.server.errors import RequestError
 DRAIN_SECONDS = 10.0  # how long the rest of a body is read and dropped after its refusal
 
 
-class BodyBounds:
+class RequestBounds:
     """An ASGI application in front of another, which it gives whole bodies."""
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, seconds: float) -> None:
-        self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
+    def __init__(self, app: ASGIApp, *, max_header_bytes: int, max_body_bytes: int, seconds: float) -> None:
+        self._app, self._max_header_bytes, self._max_body_bytes = app, max_header_bytes, max_body_bytes
+        self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -32,26 +33,34 @@ class BodyBounds:
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """The body; None if the client goes away before it is whole."""
-        self._check(_announced(scope))
+        _check("headers", _header_bytes(scope), self._max_header_bytes, 431)
+        _check("a body", _announced(scope), self._max_body_bytes, 413)
         body, more = bytearray(), True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             body += message.get("body", b"")
-            self._check(len(body))
+            _check("a body", len(body), self._max_body_bytes, 413)
             more = message.get("more_body", False)
         return bytes(body)
 
-    def _check(self, size: int) -> None:
-        if size > self._max_bytes:
-            raise RequestError(
-                413,
-                f"a body must hold at most {self._max_bytes:,} bytes, but holds more; shorten it, or start the server "
-                "with a larger --max-body-bytes",
-                "body_too_large",
-                {"Connection": "close"},
-            )
+
+def _check(what: str, size: int, most: int, status: int) -> None:
+    if size > most:
+        kind = what.split()[-1].removesuffix("s")
+        raise RequestError(
+            status,
+            f"{what} must hold at most {most:,} bytes, but more were sent; send fewer, or raise the server's "
+            f"--max-{kind}-bytes",
+            f"{kind}_too_large",
+            {"Connection": "close"},
+        )
+
+
+def _header_bytes(scope: Scope) -> int:
+    line = len(scope["raw_path"]) + len(scope["query_string"])
+    return line + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
 def _announced(scope: Scope) -> int:

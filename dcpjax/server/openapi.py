@@ -1,5 +1,6 @@
 """A description of the server's paths in the form of OpenAPI 3.1, at /openapi.json."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import dcpjax
@@ -9,7 +10,6 @@ _NUMBER = {"type": "number"}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXTS = {"type": "array", "items": _TEXT, "minItems": 1}
 _SAMPLING: dict[str, Any] = {
-    "model": _TEXT,
     "max_tokens": {"type": "integer", "minimum": 0},
     "temperature": {"type": "number", "minimum": 0},
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
@@ -77,8 +77,8 @@ _BODIES: dict[str, dict[str, Any]] = {
     },
     "/tokenize": {
         "type": "object",
+        "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
         "properties": {
-            "model": _TEXT,
             "prompt": _TEXT,
             "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
             "add_special_tokens": _BOOLEAN,
@@ -87,7 +87,7 @@ _BODIES: dict[str, dict[str, Any]] = {
     },
     "/detokenize": {
         "type": "object",
-        "properties": {"model": _TEXT, "tokens": _TOKEN_IDS},
+        "properties": {"tokens": _TOKEN_IDS},
         "required": ["tokens"],
     },
 }
@@ -117,20 +117,22 @@ _ERRORS = {
 }
 
 
-def description(root_path: str = "") -> dict[str, Any]:
+def description(models: Sequence[str], root_path: str = "") -> dict[str, Any]:
+    """Of a server whose model has these names."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "dcpjax", "version": dcpjax.__version__},
         "servers": [{"url": root_path or "/"}],
-        "paths": {path: _path(path) for path in _SUMMARIES},
+        "paths": {path: _path(path, models) for path in _SUMMARIES},
         "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
 
 
-def _path(path: str) -> dict[str, Any]:
+def _path(path: str, models: Sequence[str]) -> dict[str, Any]:
     errors = {status: {"description": text} for status, text in _ERRORS.items()}
     answer: dict[str, Any] = {"summary": _SUMMARIES[path], "responses": {"200": {"description": "done"}, **errors}}
     if path not in _BODIES:
         return {"get": answer}
-    content = {"application/json": {"schema": _BODIES[path]}}
-    return {"post": {**answer, "requestBody": {"required": True, "content": content}}}
+    body = _BODIES[path]
+    schema = {**body, "properties": {"model": {"enum": list(models)}, **body["properties"]}}
+    return {"post": {**answer, "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}}

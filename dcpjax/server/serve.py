@@ -67,7 +67,6 @@ class Server(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 h11_max_incomplete_event_size=options.max_header_bytes,
-                root_path=options.root_path,
                 ssl_keyfile=options.ssl_keyfile,
                 ssl_certfile=options.ssl_certfile,
                 timeout_graceful_shutdown=int(options.grace_seconds + SPARE_SECONDS) + 1,

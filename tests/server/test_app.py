@@ -83,9 +83,9 @@ def test_a_failed_step_answers_500_and_the_server_goes_on(server, client, llm, m
     def broken() -> None:
         raise RuntimeError("out of luck")
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, server.http() as http:
         patch.setattr(llm, "advance", broken)
-        made = server.http().post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+        made = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
     assert made.status_code == 500
     text = client.completions.create(model="tiny", prompt="a", max_tokens=3, temperature=0).choices[0].text
     assert text == llm.generate("a", SamplingParams(temperature=0, max_tokens=3))[0].outputs[0].text

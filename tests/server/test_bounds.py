@@ -86,7 +86,7 @@ def test_each_key_opens_the_server_and_none_raises_the_right_class(guarded):
             assert [model.id for model in client.models.list()] == ["tiny", "small"]
     with (
         guarded.client(api_key="third") as client,
-        pytest.raises(openai.AuthenticationError, match="must carry an API"),
+        pytest.raises(openai.AuthenticationError, match="an API key"),
     ):
         client.models.list()
 
@@ -136,7 +136,8 @@ def test_a_client_that_sends_all_of_a_large_body_reads_the_refusal(guarded):
 
 
 def test_large_headers_are_refused(guarded):
-    assert answer(guarded.raw(request("GET", "/health", "x: " + "y" * 8000)))[0] in (400, 431)
+    assert answer(guarded.raw(request("GET", "/health", "x: " + "y" * 5000)))[0] == 431
+    assert answer(guarded.raw(request("GET", "/health?" + "y" * 5000)))[0] == 431
 
 
 def test_slow_connections_stop_nobody_and_are_closed(guarded):
