@@ -78,6 +78,7 @@ _BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {
         "type": "object",
         "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
+        "additionalProperties": False,
         "properties": {
             "prompt": _TEXT,
             "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
@@ -89,6 +90,7 @@ _BODIES: dict[str, dict[str, Any]] = {
         "type": "object",
         "properties": {"tokens": _TOKEN_IDS},
         "required": ["tokens"],
+        "additionalProperties": False,
     },
 }
 _SUMMARIES = {
