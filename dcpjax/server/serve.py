@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,11 +19,15 @@ from dcpjax.server.options import ServeOptions
 from dcpjax.server.service import Service
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SPARE_SECONDS = 2.0  # after the grace period: for the last events, and for the step that runs
+SPARE_SECONDS = 1.0  # after the grace period: for the last events, and for the step that runs
 
 
 def bind(options: ServeOptions) -> socket.socket:
-    """A socket on the server's port, which does not listen yet. Raises ValueError if the port cannot be taken."""
+    """A socket on the server's port, which does not listen yet.
+
+    Raises ValueError if the port cannot be taken, or if the certificate cannot be read.
+    """
+    _check_certificate(options)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -33,6 +38,18 @@ def bind(options: ServeOptions) -> socket.socket:
         reason = error.strerror or error
         raise ValueError(f"port must be free on {options.host}, but {options.port} is not: {reason}") from None
     return made
+
+
+def _check_certificate(options: ServeOptions) -> None:
+    if options.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except OSError as error:  # also what is no certificate, or another one's key
+        raise ValueError(
+            f"ssl_certfile and ssl_keyfile must be a certificate and its key in PEM form, but {options.ssl_certfile} "
+            f"and {options.ssl_keyfile} are not: {error.strerror or error}"
+        ) from None
 
 
 def address(options: ServeOptions, listening: socket.socket) -> str:

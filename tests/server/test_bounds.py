@@ -1,12 +1,18 @@
 """What a server refuses: too much, too slow, without a key; and what it says then."""
 
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import time
 
 import openai
 import pytest
 from serving import served
+
+from dcpjax.server.options import ServeOptions
+from dcpjax.server.serve import bind
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
@@ -156,3 +162,23 @@ def test_a_request_that_takes_too_long_ends(llm):
             client.completions.create(**asked)
         with pytest.raises(openai.APIError, match="must end within"):
             list(client.completions.create(stream=True, **asked))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
+def test_https_with_a_certificate(llm, tmp_path):
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    subprocess.run([*made, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    with served(llm, ssl_certfile=str(certificate), ssl_keyfile=str(key)) as server:
+        assert server.url.startswith("https://")
+        context = ssl.create_default_context(cafile=str(certificate))
+        connection = context.wrap_socket(server.raw(b""), server_hostname="localhost")
+        connection.sendall(request("GET", "/health"))
+        assert answer(connection)[0] == 200
+
+
+def test_what_is_no_certificate_is_found_before_the_model_is_opened(tmp_path):
+    (tmp_path / "c").write_text("no certificate")
+    for name in ("c", "missing"):
+        with pytest.raises(ValueError, match="must be a certificate and its key"):
+            bind(ServeOptions(ssl_certfile=str(tmp_path / name)))
