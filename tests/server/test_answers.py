@@ -162,6 +162,7 @@ def test_disconnects_leave_no_block_in_use(server, llm):
             with contextlib.suppress(TimeoutError):
                 connection.recv(1000)
         connection.close()
-    assert wait_until(lambda: server.service.engine.stats.num_used_blocks == 0)
-    assert wait_until(lambda: server.service._completions == 0)
+    assert wait_until(lambda: not server.server.server_state.connections and not server.service._completions)
+    assert wait_until(lambda: llm.stats().num_used_blocks == 0)
     assert llm.stats().num_running == llm.stats().num_waiting == 0
+    assert wait_until(lambda: server.service.engine.stats.num_used_blocks == 0)
