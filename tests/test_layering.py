@@ -22,7 +22,7 @@ ORDER = (
     ("notebook_view",),
     ("llm",),
     ("planning", "openai"),
-    ("jobs", "simulation"),
+    ("jobs", "simulation", "server"),
     ("plots",),
     ("cli",),
 )

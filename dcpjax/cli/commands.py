@@ -25,6 +25,7 @@ from dcpjax.cli import (
     generate,
     inspect,
     plan,
+    serve,
     shell_completion,
     simulate,
 )
@@ -58,6 +59,13 @@ COMMANDS = {
         "chat with a model in the terminal",
         chat.add_flags,
         chat.run,
+    ),
+    "serve": Command(
+        "dcpjax serve MODEL [FLAGS]",
+        "answer OpenAI's API over HTTP",
+        serve.add_flags,
+        serve.run,
+        "MODEL",
     ),
     "plan": Command(
         "dcpjax plan MODEL [FLAGS]",

@@ -15,6 +15,7 @@ from dcpjax.api.config import EngineConfig
 from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.api.structured_outputs import StructuredOutputsParams
 from dcpjax.planning.options import PlanOptions
+from dcpjax.server.options import ServeOptions
 from dcpjax.simulation.options import SimOptions
 
 SHORT = {"tensor_parallel_size": "-tp", "decode_context_parallel_size": "-dcp"}  # vLLM's
@@ -128,7 +129,11 @@ def field_helps(kind: type) -> dict[str, str]:
 
 # Names of options in error messages. A name without an underscore ("n", "stop", "seed") can be an English word as well,
 # so it counts only at the start of a sentence or before "=".
-_NAMES = [field.name for kind in (EngineConfig, SamplingParams, PlanOptions, SimOptions) for field in fields(kind)]
+_NAMES = [
+    field.name
+    for kind in (EngineConfig, SamplingParams, PlanOptions, SimOptions, ServeOptions)
+    for field in fields(kind)
+]
 _LONG = "|".join(name for name in _NAMES if "_" in name)
 _PLAIN = "|".join(["model", *(name for name in _NAMES if "_" not in name)])
 _OPTION_NAME = re.compile(
@@ -208,7 +213,7 @@ def _argparse_options(field: Field[Any]) -> dict[str, Any]:
         return {"type": integers, "action": "extend", "metavar": "ID[,ID...]"}
     if Sequence[str] in kinds:
         return {"action": "append", "metavar": "TEXT"}
-    if str in kinds:
+    if kind is str or str in kinds:
         return {"metavar": "NAME"}
     if StructuredOutputsParams in kinds:
         return {"type": structured_outputs, "metavar": "JSON"}

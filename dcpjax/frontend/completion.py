@@ -1,8 +1,7 @@
 """Prompts and their completions while they run: sampled tokens become text, events and results."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from dcpjax.api.logprobs import Logprob, to_logprobs
 from dcpjax.api.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, StreamEvent
@@ -24,10 +23,16 @@ class End(NamedTuple):
     error: str | None = None
 
 
+class TakesEvents(Protocol):
+    """A deque, or what else has its `append`."""
+
+    def append(self, event: StreamEvent, /) -> object: ...
+
+
 class RunningPrompt:
     """A submission that has been started: its completions and its result, which fills as they advance."""
 
-    def __init__(self, submission: Submission, events: deque[StreamEvent]) -> None:
+    def __init__(self, submission: Submission, events: TakesEvents) -> None:
         """`events`: where the events of its completions go."""
         self.submission, self.events = submission, events
         self.completions: list[Completion] = []

@@ -3,20 +3,16 @@
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from dcpjax.api.checks import option_names
 from dcpjax.api.outputs import RequestOutput, StreamEvent
-from dcpjax.api.sampling_params import SamplingParams
 from dcpjax.frontend.completion import RunningPrompt
-from dcpjax.frontend.submission import Submission
 from dcpjax.jobs.batch_request import BatchRequest
 from dcpjax.jobs.job import BatchEngineProtocol
 from dcpjax.jobs.options import BatchOptions
 from dcpjax.llm import LLM
 from dcpjax.openai.parsers.message import MessageFormats
-from dcpjax.openai.request import RequestBody
+from dcpjax.openai.submissions import own_defaults, submissions
 
 
 def open_batch_engine(
@@ -31,12 +27,8 @@ def open_batch_engine(
     `options` are those of `EngineConfig`.
     """
     llm = LLM(model, progress=progress, **options)
-    own, usual = llm.get_default_sampling_params(), SamplingParams()
-    names = option_names(SamplingParams)
-    asked = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(usual, name)}
     names = {"tool_call_parser": job.tool_call_parser, "reasoning_parser": job.reasoning_parser}
-    formats = MessageFormats.of(llm.tokenizer, **names)
-    return BatchEngine(llm, formats), asked
+    return BatchEngine(llm, MessageFormats.of(llm.tokenizer, **names)), own_defaults(llm)
 
 
 class BatchEngine:
@@ -53,13 +45,9 @@ class BatchEngine:
 
     def submit(self, key: int, request: BatchRequest) -> None:
         """Queue a request. Raises ValueError for one of which a prompt cannot be run."""
-        submissions = self._submissions(key, request.body)
-        for place, submission in enumerate(submissions):
-            if submission.error is not None:
-                where = f"prompt {place}: " if len(submissions) > 1 else ""
-                raise ValueError(f"{where}{submission.error}")
-            self._check_max_tokens(submission)
-        prompts = [RunningPrompt(submission, self._events) for submission in submissions]
+        prompts = [
+            RunningPrompt(made, self._events) for made in submissions(self._llm, key, request.body, self.formats)
+        ]
         for prompt in prompts:
             self._llm.start(prompt, streamed=False)
         refused = next((prompt.output.error for prompt in prompts if prompt.output.error), None)  # by the engine
@@ -97,44 +85,3 @@ class BatchEngine:
             "waiting": stats.num_waiting,
             "preemptions": stats.preemptions,
         }
-
-    def _check_max_tokens(self, submission: Submission) -> None:
-        """Refuse a line that asks for more tokens than fit, where `LLM.generate` would generate fewer."""
-        prompt_tokens = len(submission.prompt_token_ids)
-        asked, room = submission.params.max_tokens, self._llm.max_model_len - prompt_tokens
-        if asked is not None and asked > room:
-            raise ValueError(
-                f"max_tokens must be at most {room} (max_model_len={self._llm.max_model_len} less "
-                f"{prompt_tokens} of the prompt), but is {asked}; use {room}"
-            )
-
-    def _submissions(self, key: int, request: RequestBody) -> list[Submission]:
-        intake, sampling = self._llm.intake, request.sampling
-        intake.check_priority(request.priority)
-        if request.messages is None:
-            return [
-                self._echoed(request, intake.submission(key, prompt, sampling, request.priority, request.cache_salt))
-                for prompt in request.prompts
-            ]
-        chat = intake.chat_submission(
-            key,
-            request.messages,
-            sampling,
-            request.priority,
-            request.cache_salt,
-            self.formats.shown_tokens(request),
-            tools=request.tools,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            chat_template_kwargs=request.chat_template_kwargs,
-        )
-        return [chat]
-
-    def _echoed(self, request: RequestBody, submission: Submission) -> Submission:
-        """Gives token ids the text that the response repeats."""
-        if not request.echo or submission.prompt is not None or submission.error is not None:
-            return submission
-        if self._llm.tokenizer is None:
-            raise ValueError("echo needs a tokenizer, but the model has none; leave it out")
-        text = self._llm.tokenizer.decode(submission.prompt_token_ids, skip_special_tokens=False)
-        return replace(submission, prompt=text)

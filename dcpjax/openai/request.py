@@ -67,7 +67,6 @@ UNSUPPORTED_OPTIONS: dict[str, Any] = {
     "modalities": ["text"],
     "return_token_ids": False,
     "return_tokens_as_token_ids": False,
-    "stream": False,
     "suffix": "",
     "use_beam_search": False,
 }
@@ -81,6 +80,7 @@ _COMMON = (
     "logprobs",
     "cache_salt",
     "priority",
+    "stream",
     "stream_options",
     "spaces_between_special_tokens",
 )
@@ -124,6 +124,9 @@ class RequestBody:
     cache_salt: str | None = None
     echo: bool = False
     generates: bool = True  # False for max_tokens=0: the one token that is sampled is not shown
+    stream: bool = False
+    include_usage: bool = False  # a stream ends with a chunk that tells the usage
+    continuous_usage: bool = False  # every chunk of a stream tells the usage so far
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
@@ -134,13 +137,19 @@ class RequestBody:
 
 
 def read_body(
-    kind: Kind, body: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, place: str = "here"
+    kind: Kind,
+    body: Mapping[str, Any],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    place: str = "here",
+    may_stream: bool = False,
 ) -> RequestBody:
     """Check a request body. A null is the same as leaving the option out.
 
     Args:
         defaults: fields of SamplingParams for what the body does not say.
-        place: ends "stream must be false ..." in the error for an unsupported option, as "in a batch".
+        place: ends "suffix must be empty ..." in the error for an unsupported option, as "in a batch".
+        may_stream: whether `stream` may be true.
 
     Raises:
         BodyError: a value of the wrong kind, or two options that contradict each other.
@@ -149,7 +158,7 @@ def read_body(
     options = {name: value for name, value in body.items() if value is not None}
     check_option_names(options, OPTIONS[kind])
     _check_unsupported(options, place)
-    _check_without_effect(options)
+    _typed(options, "spaces_between_special_tokens", bool, "true or false", True)  # joined as decoding all of them does
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS[kind], **(defaults or {}), **_sampling(kind, options)}
     read = _chat(options, sampling) if kind == "chat" else _completion(options, sampling)
     made = RequestBody(
@@ -157,6 +166,7 @@ def read_body(
         sampling=SamplingParams.from_options(sampling),
         priority=_typed(options, "priority", int, "an integer", 0),
         cache_salt=_cache_salt(options),
+        **_stream(options, place, may_stream),
         **read,
     )
     _check_completions(made)
@@ -180,12 +190,19 @@ def _check_unsupported(options: Mapping[str, Any], place: str) -> None:
             )
 
 
-def _check_without_effect(options: Mapping[str, Any]) -> None:
-    """Answers here are whole and always tell their usage, and tokens are joined as decoding all of them does."""
-    _typed(options, "spaces_between_special_tokens", bool, "true or false", True)
+def _stream(options: Mapping[str, Any], place: str, may_stream: bool) -> dict[str, bool]:
+    """How the answer is streamed. Without a stream its options change nothing: answers always tell their usage."""
+    if options.get("stream", False) and not may_stream:
+        raise BodyError(f"stream must be false {place}, but is {short_json(options['stream'])}; leave it out")
     given = _typed(options, "stream_options", dict, "an object", {})
     if not all(isinstance(value, bool | None) for value in given.values()):
         raise BodyError("stream_options must hold true or false, but holds something else; leave it out")
+    stream = _typed(options, "stream", bool, "true or false", False)
+    return {
+        "stream": stream,
+        "include_usage": stream and bool(given.get("include_usage")),
+        "continuous_usage": stream and bool(given.get("continuous_usage_stats")),
+    }
 
 
 def _sampling(kind: Kind, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def response_body(
         body = _chat_body(request, outputs[0], name, formats)
     else:
         body = _completion_body(request, outputs, name)
-    return {**body, "created": created, "model": model, "usage": _usage(request, outputs)}
+    return {**body, "created": created, "model": model, "usage": usage(request, outputs)}
 
 
 def error_body(message: str, *, code: str, status: int) -> dict[str, Any]:
@@ -52,12 +52,12 @@ def _chat_body(request: RequestBody, output: RequestOutput, name: str, formats: 
         {
             "index": completion.index,
             **_answer(request, output, completion, f"call_{name}_{completion.index}", formats),
-            "logprobs": _chat_logprobs(request, completion),
+            "logprobs": chat_logprobs(request, completion),
             "stop_reason": completion.stop_reason,
         }
         for completion in output.outputs
     ]
-    return {"id": f"chatcmpl-{name}", "object": "chat.completion", "choices": choices, **_prompt_logprobs(output)}
+    return {"id": f"chatcmpl-{name}", "object": "chat.completion", "choices": choices, **prompt_logprobs(output)}
 
 
 def _answer(
@@ -86,25 +86,26 @@ def _completion_body(request: RequestBody, outputs: Sequence[RequestOutput], nam
         {
             "index": place * request.sampling.n + completion.index,
             "text": prefix + (completion.text if request.generates else ""),
-            "logprobs": _completion_logprobs(request, output, completion, prefix),
+            "logprobs": completion_logprobs(request, output, completion, prefix)[0],
             "finish_reason": completion.finish_reason if request.generates else "length",
             "stop_reason": completion.stop_reason if request.generates else None,
-            **({} if request.echo and request.sampling.logprobs is not None else _prompt_logprobs(output)),
+            **({} if request.echo and request.sampling.logprobs is not None else prompt_logprobs(output)),
         }
-        for place, (output, prefix) in enumerate(zip(outputs, _prefixes(request, outputs), strict=True))
+        for place, (output, prefix) in enumerate(zip(outputs, prefixes(request, outputs), strict=True))
         for completion in output.outputs
     ]
     return {"id": f"cmpl-{name}", "object": "text_completion", "choices": choices}
 
 
-def _prefixes(request: RequestBody, outputs: Sequence[RequestOutput]) -> Iterator[str]:
+def prefixes(request: RequestBody, outputs: Sequence[RequestOutput]) -> Iterator[str]:
     """What comes before the text of each prompt's completions: the prompt itself, if it is to be echoed."""
     for prompt, output in zip(request.prompts, outputs, strict=True):
         text = prompt if isinstance(prompt, str) else output.prompt or ""
         yield text if request.echo else ""
 
 
-def _usage(request: RequestBody, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def usage(request: RequestBody, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Tokens so far. A prompt counts once, however many completions it has."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     new = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     new = new if request.generates else 0
@@ -116,7 +117,8 @@ def _usage(request: RequestBody, outputs: Sequence[RequestOutput]) -> dict[str, 
     }
 
 
-def _chat_logprobs(request: RequestBody, completion: CompletionOutput) -> dict[str, Any] | None:
+def chat_logprobs(request: RequestBody, completion: CompletionOutput) -> dict[str, Any] | None:
+    """The `logprobs` of a chat's choice, or of a piece of one; None if they were not asked for."""
     if completion.logprobs is None:
         return None
     content = [
@@ -135,12 +137,16 @@ def _chat_token(token: int, entry: "Logprob") -> dict[str, Any]:
     return {"token": text, "logprob": _finite(entry.logprob), "bytes": list(spelled)}
 
 
-def _completion_logprobs(
-    request: RequestBody, output: RequestOutput, completion: CompletionOutput, prefix: str
-) -> dict[str, Any] | None:
-    """Of the new tokens, after those of the prompt if it is echoed; the first of a prompt has none."""
+def completion_logprobs(
+    request: RequestBody, output: RequestOutput, completion: CompletionOutput, prefix: str, start: int = 0
+) -> tuple[dict[str, Any] | None, int]:
+    """Of the new tokens, after those of the prompt if it is echoed; the first of a prompt has none.
+
+    Returns them, None if they were not asked for, and how many characters of text end with the last of their tokens if
+    `start` come before the first.
+    """
     if completion.logprobs is None:
-        return None
+        return None, start
     pairs: list[tuple[int, Mapping[int, Logprob] | None]] = []
     if request.echo:
         pairs += zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
@@ -150,12 +156,14 @@ def _completion_logprobs(
     tokens = [_token_text(token, entry) for (token, _), entry in zip(pairs, entries, strict=True)]
     if request.echo:
         tokens[0] = _first_text(prefix, tokens[: len(output.prompt_token_ids)])
-    return {
+    *offsets, end = _offsets(tokens, entries, start)
+    made = {
         "tokens": tokens,
         "token_logprobs": [logprobs and _finite(logprobs[token].logprob) for token, logprobs in pairs],
         "top_logprobs": [logprobs and _top_logprobs(request, logprobs) for _, logprobs in pairs],
-        "text_offset": _offsets(tokens, entries),
+        "text_offset": offsets,
     }
+    return made, end
 
 
 def _top_logprobs(request: RequestBody, logprobs: "Mapping[int, Logprob]") -> dict[str, float]:
@@ -168,12 +176,11 @@ def _first_text(prompt: str, tokens: Sequence[str]) -> str:
     return prompt.removesuffix(others) if prompt.endswith(others) else tokens[0]
 
 
-def _offsets(tokens: Sequence[str], entries: "Sequence[Logprob | None]") -> list[int]:
-    """Characters of the text before each token. A token that adds no bytes to the text is not in it."""
-    offset, offsets = 0, []
+def _offsets(tokens: Sequence[str], entries: "Sequence[Logprob | None]", start: int) -> list[int]:
+    """Characters of the text before each token and after the last. A token that adds no bytes to it is not in it."""
+    offsets = [start]
     for token, entry in zip(tokens, entries, strict=True):
-        offsets.append(offset)
-        offset += 0 if entry is not None and entry.token_bytes == b"" else len(token)
+        offsets.append(offsets[-1] + (0 if entry is not None and entry.token_bytes == b"" else len(token)))
     return offsets
 
 
@@ -190,7 +197,7 @@ def _most_likely(request: RequestBody, logprobs: "Mapping[int, Logprob]") -> "li
     return ranked if count < 0 else ranked[:count]
 
 
-def _prompt_logprobs(output: RequestOutput) -> dict[str, Any]:
+def prompt_logprobs(output: RequestOutput) -> dict[str, Any]:
     """vLLM's `prompt_logprobs`, if they were asked for: for each prompt token a mapping from token id."""
     if output.prompt_logprobs is None:
         return {}

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 from batch_mock import answers
 from openai.types import Completion
-from openai.types.chat import ChatCompletion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.shared import ErrorObject
 
 from dcpjax.api.logprobs import Logprob
-from dcpjax.api.outputs import CompletionOutput, RequestOutput
+from dcpjax.api.outputs import CompletionOutput, RequestOutput, StreamEvent
+from dcpjax.openai.chunks import Chunks
 from dcpjax.openai.parsers.formats import HERMES
 from dcpjax.openai.parsers.message import MessageFormats
 from dcpjax.openai.request import read_body
@@ -85,6 +86,28 @@ def test_a_chat_with_reasoning_and_calls_is_one_of_openais(text):
     message = ChatCompletion.model_validate(body, strict=True).choices[0].message
     assert (message.model_extra or {})["reasoning_content"] == "a"
     assert len(message.tool_calls or ()) == text.count("<tool_call>")
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_streamed_chat_with_reasoning_and_calls_adds_up_to_the_whole_one(size):
+    text = '<think>a</think>so: <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    request = read_body("chat", {"messages": [{"role": "user", "content": "ab"}], "tools": TOOLS})
+    outputs, formats = answers(request), MessageFormats(calls=HERMES, reasons=True)
+    outputs[0].outputs[0].text = text
+    parts = [text[start : start + size] for start in range(0, len(text), size)]
+    events = [
+        StreamEvent(0, 0, part, [], "stop" if number == len(parts) else None) for number, part in enumerate(parts, 1)
+    ]
+    chunks = Chunks(request, outputs, name="1", model="m", created=5, formats=formats)
+    made = [ChatCompletionChunk.model_validate(chunk, strict=True) for one in events for chunk in chunks.of(0, one)]
+    deltas = [choice.delta for chunk in made for choice in chunk.choices]
+    calls = [call.function for delta in deltas for call in delta.tool_calls or () if call.function]
+    message = response_body(request, outputs, name="1", model="m", created=5, formats=formats)["choices"][0]["message"]
+    assert "".join(delta.content or "" for delta in deltas) == message["content"]
+    assert "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas) == "a"
+    assert "".join(call.name or "" for call in calls) == "f"
+    assert "".join(call.arguments or "" for call in calls) == message["tool_calls"][0]["function"]["arguments"]
+    assert made[-1].choices[0].finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize("options", COMPLETIONS, ids=str)
