@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, strict promotion and the real small model, for every test."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 # XLA's own passes all run. What a caller sets in XLA_FLAGS comes last and wins.
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 OPTIMISED = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+MOST_MAPS = 20_000  # of memory, in a process that runs tests
 OPTIMISED_TESTS = ("test_smollm2.py", "test_goldens.py", "test_wide_latent.py")  # real sizes, or against transformers
 
 with pytest.MonkeyPatch.context() as patch:  # processes that tests start compile as users' do
@@ -48,6 +50,16 @@ def optimised_programs(request: pytest.FixtureRequest) -> Iterator[None]:
             for option, value in OPTIMISED.items():
                 patch.setitem(programs.CPU_OPTIONS, option, value)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> Iterator[None]:
+    """Forget compiled programs when there are very many: each maps memory, and Linux allows a process 65,530 maps."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
