@@ -52,7 +52,7 @@ def optimised_programs(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def few_programs() -> Iterator[None]:
     """Forget compiled programs when there are very many: each maps memory, and Linux allows a process 65,530 maps."""
     yield

@@ -91,7 +91,7 @@ LAYOUTS = [  # family, devices, dcp, options
     ("deepseek-v2", 6, 6, {"block_size": 18}),
     ("qwen3-moe", 6, 3, {"block_size": 24}),
 ]
-BY_DEFAULT = LAYOUTS[1], LAYOUTS[4], LAYOUTS[5], LAYOUTS[11]
+BY_DEFAULT = LAYOUTS[1], LAYOUTS[5], LAYOUTS[11]
 
 
 @pytest.mark.parametrize(("family", "devices", "dcp", "options"), sample(LAYOUTS, *BY_DEFAULT))
@@ -110,7 +110,7 @@ def test_tokens_are_those_of_gathered_queries_and_of_large_pieces(
     assert_same(run(family, devices, dcp, LARGE, **options), queries)
 
 
-@pytest.mark.parametrize("body", ["loop", "gather"])
+@pytest.mark.parametrize("body", sample(["loop", "gather"], "loop"))
 def test_every_body_attends_to_gathered_keys(body: Any) -> None:
     own = Stepper(GOLDENS / "deepseek-v3", **USUAL, tensor_parallel_size=4, decode_context_parallel_size=4)
     model = own.runner.model
@@ -125,7 +125,7 @@ def test_tokens_do_not_depend_on_the_chunks(chunk: int) -> None:
     assert_same(run("llama3", 4, 4, KEYS, max_num_batched_tokens=chunk), expected)
 
 
-@pytest.mark.parametrize("family", ["llama3", "deepseek-v3"])
+@pytest.mark.parametrize("family", sample(["llama3", "deepseek-v3"], "llama3"))
 def test_prefixes_found_in_the_cache_are_gathered(family: str) -> None:
     """Turns of a conversation, the last beside a request that decodes."""
     draw = np.random.default_rng(1)

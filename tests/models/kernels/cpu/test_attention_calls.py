@@ -81,7 +81,7 @@ def run(kernel: str, step: Sequence[Span], where: Paging, rank: int, layer: Laye
 
 
 @pytest.mark.parametrize("where", sample(PAGINGS, *FEW), ids=str)
-@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+@pytest.mark.parametrize("dtype", sample([np.float32, np.uint16], np.uint16))
 def test_the_kernel_equals_the_loop_on_every_rank(dtype, where):
     step = spans(where)
     for rank in range(where.geometry.dcp):
