@@ -1,7 +1,6 @@
 """Chromium without a window, driven over two pipes in its DevTools protocol: messages are JSON, each ends with a NUL."""
 
 import base64
-import fcntl
 import itertools
 import json
 import os
@@ -130,18 +129,15 @@ def chromium(profile: Path) -> Iterator[Browser]:
     """A browser whose profile is a new folder."""
     assert PROGRAM is not None
     (their_commands, commands), (answers, their_answers) = os.pipe(), os.pipe()
-    theirs = [fcntl.fcntl(pipe, fcntl.F_DUPFD, 10) for pipe in (their_commands, their_answers)]
-    os.close(their_commands)
-    os.close(their_answers)
-    shell = f'exec "$@" 3<&{theirs[0]} 4>&{theirs[1]}'  # the numbers that it uses
+    shell = f'exec "$@" 3</dev/fd/{their_commands} 4>/dev/fd/{their_answers}'  # the numbers that it uses
     process = subprocess.Popen(
         ["sh", "-c", shell, "sh", PROGRAM, *FLAGS, f"--user-data-dir={profile}"],
-        pass_fds=theirs,
+        pass_fds=(their_commands, their_answers),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    for pipe in theirs:
-        os.close(pipe)
+    os.close(their_commands)
+    os.close(their_answers)
     try:
         yield Browser(commands, answers)
     finally:
