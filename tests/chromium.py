@@ -1,4 +1,4 @@
-"""Chromium without a window, driven over two pipes in its DevTools protocol: messages are JSON, each ends with a NUL."""
+"""Chromium without a window, driven over two pipes by its DevTools protocol: messages in JSON, each ended by a NUL."""
 
 import base64
 import itertools

@@ -35,7 +35,8 @@ def strings(value: Any) -> Iterator[str]:
 
 def samples_of_a_server() -> dict[str, set[str]]:
     """The labels of every sample at /metrics, by its name."""
-    stats = EngineStats(**{name: 1 for name in EngineStats.__dataclass_fields__} | {"tokens_per_rank": (1, 1)})
+    values: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 1)
+    stats = EngineStats(**values | {"tokens_per_rank": (1, 1)})
     metrics = Metrics("tiny", lambda: stats)
     refused = cast(RunningPrompt, SimpleNamespace(completions=[]))
     metrics.observe(refused, StreamEvent(0, 0, "", [], "error"))
@@ -70,8 +71,10 @@ def test_panels_do_not_overlap_and_each_has_a_title_a_unit_and_a_question():
         assert not cells & taken
         assert max(columns) < 24
         taken |= cells
-        assert panel["title"] and panel["description"] and panel["fieldConfig"]["defaults"]["unit"]
-        assert panel["targets"] and all(target["expr"] for target in panel["targets"])
+        texts = [panel["title"], panel["description"], panel["fieldConfig"]["defaults"]["unit"]]
+        questions = [target["expr"] for target in panel["targets"]]
+        assert questions
+        assert all(texts + questions)
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 
 

@@ -1,4 +1,4 @@
-"""API keys: every request must carry one, whatever the spelling of its path; a few paths that show nothing secret are open."""
+"""API keys: every request must carry one, whatever the spelling of its path, except to a few that show no secret."""
 
 import hmac
 from collections.abc import Sequence

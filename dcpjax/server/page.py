@@ -1,7 +1,7 @@
 """The page at "/": the server's numbers, and a box to chat in. One file, which asks nobody but this server.
 
-What it may do is bounded by its Content-Security-Policy: whatever a model's answer or name holds, no script runs but the
-page's own, and nothing is sent elsewhere.
+What it may do is bounded by its Content-Security-Policy: whatever a model's answer or name holds, no script runs but
+the page's own, and nothing is sent elsewhere.
 """
 
 import re

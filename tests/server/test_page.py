@@ -103,7 +103,9 @@ def test_every_rank_has_a_bar_as_long_as_its_share(browser, server):
             assert (page.text("#running"), page.text("#waiting")) == ("1,234", "5")
             assert page.text("#cache") == percent(known["vllm:kv_cache_usage_perc"])
             shares = [known[f"dcpjax:kv_cache_usage_perc{rank}"] for rank in range(8)]
-            shown = [line.split("\n") for line in page.run("[...element('ranks').children].map((row) => row.innerText)")]
+            shown = [
+                line.split("\n") for line in page.run("[...element('ranks').children].map((row) => row.innerText)")
+            ]
             assert shown == [[f"rank {rank}", percent(share)] for rank, share in enumerate(shares)]
             page.wait("element('ranks').getAnimations({ subtree: true }).length === 0")
             width = "[...document.querySelectorAll('.bar')].map((bar) => bar.clientWidth / bar.parentNode.clientWidth)"

@@ -83,7 +83,9 @@ def test_what_open_webui_asks_is_answered(documented, answer):
         http.headers.update(headers)
         (model,) = http.get("/v1/models").raise_for_status().json()["data"]
         chat = {"model": model["id"], "messages": parts, "stream": True, "stream_options": {"include_usage": True}}
-        lines = [line for line in http.post("/v1/chat/completions", json=chat).raise_for_status().text.split("\n") if line]
+        lines = [
+            line for line in http.post("/v1/chat/completions", json=chat).raise_for_status().text.split("\n") if line
+        ]
         *chunks, usage = (json.loads(line.removeprefix("data: ")) for line in lines[:-1])
         assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == answer
         assert usage["usage"]["completion_tokens"] > 0
