@@ -36,7 +36,8 @@ def strings(value: Any) -> Iterator[str]:
 def samples_of_a_server() -> dict[str, set[str]]:
     """The labels of every sample at /metrics, by its name."""
     values: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 1)
-    stats = EngineStats(**values | {"tokens_per_rank": (1, 1)})
+    values["tokens_per_rank"] = (1, 1)
+    stats = EngineStats(**values)
     metrics = Metrics("tiny", lambda: stats)
     refused = cast(RunningPrompt, SimpleNamespace(completions=[]))
     metrics.observe(refused, StreamEvent(0, 0, "", [], "error"))

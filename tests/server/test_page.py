@@ -239,7 +239,8 @@ def test_with_a_key_the_numbers_are_open_and_the_chat_asks_for_it(browser, llm):
         with opened(browser, server) as page:
             page.wait("!element('key-row').hidden")
             ask(page, "Hello")
-            assert "must carry an API key" in page.text("#log .error")
+            assert "enter an API key" in page.text("#log .error")
+            assert page.run("document.activeElement.id") == "key"
             assert page.run("element('message').value") == "Hello"  # to be sent again
             page.type("#key", "secret")
             ask(page, "")
