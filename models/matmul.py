@@ -19,3 +19,21 @@ def matmul(left: jax.Array, right: jax.Array, axes: tuple[int, int], *, batched:
         precision=jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
+
+
+def grouped_matmul(left: jax.Array, right: jax.Array, counts: jax.Array) -> jax.Array:
+    """Rows of `left` times the matrix of their group, in float32: left [P, in], right [G, out, in] -> [P, out].
+
+    The first counts[0] rows are of group 0, the next counts[1] of group 1; what comes after all groups is undefined.
+    """
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    )
+    return jax.lax.ragged_dot_general(
+        left,
+        right,
+        counts,
+        numbers,
+        precision=jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 
 from dcpjax.sharding.rules import Placement
 
@@ -68,11 +69,15 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySpec:
-    """An array on the mesh. `init`: its values if there is no checkpoint."""
+    """An array on the mesh.
+
+    `init`: its values if there is no checkpoint. `tpu_order`: its axes as a TPU's memory holds them, the fastest last.
+    """
 
     axes: tuple[Axis, ...]
     dtype: Any
     init: Literal["normal", "ones", "zeros"] = "normal"
+    tpu_order: tuple[int, ...] | None = None
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
@@ -102,6 +107,13 @@ class ArraySpec:
                 )
         return place.sharding(*self.names)
 
+    def format(self, place: Placement) -> Format | jax.sharding.NamedSharding:
+        """The sharding, with the order of the axes in memory if it is not the usual one. Raises like `sharding`."""
+        sharding = self.sharding(place)
+        if self.tpu_order is None or place.platform != "tpu":
+            return sharding
+        return Format(Layout(self.tpu_order), sharding)
+
 
 def is_spec(leaf: Any) -> bool:
     return isinstance(leaf, ArraySpec)
@@ -113,13 +125,13 @@ def bytes_per_device(specs: Any, place: Placement) -> int:
 
 
 def zeros(spec: ArraySpec, place: Placement) -> jax.Array:
-    return _zeros(spec, spec.sharding(place))()
+    return _zeros(spec, spec.format(place))()
 
 
 @lru_cache(maxsize=256)
-def _zeros(spec: ArraySpec, sharding: jax.sharding.NamedSharding) -> Callable[[], jax.Array]:
+def _zeros(spec: ArraySpec, where: Format | jax.sharding.NamedSharding) -> Callable[[], jax.Array]:
     """One program for all equal specs, such as the caches of all layers."""
-    return jax.jit(bind(jnp.zeros, spec.shape, spec.dtype), out_shardings=sharding)
+    return jax.jit(bind(jnp.zeros, spec.shape, spec.dtype), out_shardings=where)
 
 
 def load(spec: ArraySpec, place: Placement, read: Read) -> jax.Array:
@@ -131,7 +143,7 @@ def load(spec: ArraySpec, place: Placement, read: Read) -> jax.Array:
     def shard(index: Index | None) -> np.ndarray:
         return _read_padded(spec, index or (slice(None),) * len(spec.shape), read)
 
-    return jax.make_array_from_callback(spec.shape, spec.sharding(place), shard)
+    return jax.make_array_from_callback(spec.shape, spec.format(place), shard)
 
 
 def dummy(spec: ArraySpec, place: Placement, seed: int) -> jax.Array:
@@ -139,13 +151,13 @@ def dummy(spec: ArraySpec, place: Placement, seed: int) -> jax.Array:
 
     Each device computes its own shard, so no device and no host ever stores more than that.
     """
-    return _generator(spec, spec.sharding(place))(np.uint32(seed))
+    return _generator(spec, spec.format(place))(np.uint32(seed))
 
 
 @lru_cache(maxsize=256)
-def _generator(spec: ArraySpec, sharding: jax.sharding.NamedSharding) -> Callable[[np.uint32], jax.Array]:
+def _generator(spec: ArraySpec, where: Format | jax.sharding.NamedSharding) -> Callable[[np.uint32], jax.Array]:
     """One program for all equal specs."""
-    return jax.jit(bind(_entries, spec), out_shardings=sharding)
+    return jax.jit(bind(_entries, spec), out_shardings=where)
 
 
 def _entries(spec: ArraySpec, seed: jax.Array) -> jax.Array:

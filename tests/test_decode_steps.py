@@ -1,6 +1,7 @@
 """Real models with several decode steps in one call: tokens, texts, ends and log-probabilities stay as they are."""
 
 from functools import cache
+from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,38 @@ def test_streams_get_their_tokens_one_by_one_and_may_be_closed_midway(folder: Pa
         ours, theirs = ([event for event in each if event.prompt_index == index] for each in (found, expected))
         assert ours == theirs
     assert llm.stats().fused_steps > alone.stats().fused_steps == 0
+
+
+def test_interrupts_and_errors_of_calls_of_several_steps_leave_the_engine_usable(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, greedy = make(folder, 4), SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
+    expected = list(map(seen, make(folder, 1).generate(prompts()[:4], greedy)))
+    calls = llm.stats().fused_steps
+
+    def interrupt_after(method: Any, *given: Any) -> Any:
+        result = method(*given)
+        if llm.stats().fused_steps > calls:
+            raise KeyboardInterrupt
+        return result
+
+    def fail(*_: Any) -> Any:
+        jax.tree.map(lambda array: array.delete(), llm.runner.cache)  # as if the donated cache was lost midway
+        raise RuntimeError("out of memory")
+
+    for moment in ("_launch", "_collect", "_apply"):
+        with monkeypatch.context() as broken:
+            broken.setattr(llm.engine, moment, bind(interrupt_after, getattr(llm.engine, moment)))
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompts()[:4], greedy)
+        assert llm.stats().num_used_blocks == 0
+        assert list(map(seen, llm.generate(prompts()[:4], greedy))) == expected
+        calls = llm.stats().fused_steps
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.runner.programs, "decode", fail)
+        found = llm.generate(prompts()[:4], greedy)
+    assert [each.error for each in found] == ["RuntimeError: out of memory"] * 4
+    assert list(map(seen, llm.generate(prompts()[:4], greedy))) == expected
 
 
 def test_auto_is_one_step_on_a_cpu(folder: Path) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcpjax.models import layers, moe, rotary
+from dcpjax.models import layers, rotary, routed_experts
 from dcpjax.models.attention import softmax
 from dcpjax.models.config import RopeConfig
 from dcpjax.sharding import merge
@@ -36,7 +36,7 @@ CASES: dict[str, Case] = {
     "maximum of scores": (fold, (array(2, 1, 3, 8), array(2, 8, 64), array(2, 64, 8)), "stablehlo.slice", None),
     "sum over ranks": (merge._sum_over_ranks, (array(4, 3, 8),), "stablehlo.slice", "stablehlo.reduce"),
     "an expert's matrix": (
-        moe._matrix,
+        routed_experts._matrix,
         (array(4, 16, 8, dtype=jnp.bfloat16), jnp.int32(2)),
         "stablehlo.optimization_barrier",
         None,
@@ -84,7 +84,7 @@ def test_programs_for_other_platforms_hold_the_plain_form(case, platform):
 def test_both_forms_compute_the_same(case, monkeypatch):
     run, operands, *_ = case
     found = jax.jit(run)(*operands)
-    for module in (softmax, merge, moe, layers, rotary):
+    for module in (softmax, merge, routed_experts, layers, rotary):
         monkeypatch.setattr(module, "on_cpu", lambda workaround, plain, *operands: plain(*operands))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, 1e-6, 1e-6), found, run(*operands))
 

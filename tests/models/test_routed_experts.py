@@ -1,7 +1,6 @@
 """Experts of one device: equal to a loop over experts, independent of other tokens, work by the tokens routed."""
 
 import re
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -11,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import PLAIN_EXPERTS
 
-from dcpjax.models import moe
+from dcpjax.models import routed_experts
 
 TOKENS, CHOICES, EXPERTS, MODEL, FFN, TILE = 6, 3, 5, 16, 12, 4
+KINDS = np.int32, np.float32  # of ids and shares
 
 Routing = tuple[np.ndarray, np.ndarray]
 
@@ -36,7 +35,7 @@ def shares(ids: np.ndarray) -> np.ndarray:
 
 @cache
 def routed(tile: int = TILE) -> Any:
-    return jax.jit(partial(moe.routed, tile=tile))
+    return jax.jit(partial(routed_experts.routed, tile=tile))
 
 
 def dense(x: np.ndarray, ids: np.ndarray, share: np.ndarray, gate: Any, up: Any, down: Any) -> np.ndarray:
@@ -111,6 +110,31 @@ def test_a_token_gets_the_same_bits_whatever_its_neighbours_chose(ids, others):
     np.testing.assert_array_equal(np.asarray(routed()(other_x, changed, share, *weights()))[2], alone)
 
 
+# --- the grouped product
+
+
+@cache
+def grouped(piece: int) -> Any:
+    """`routed` as programs for TPUs compute it, with at most so many pairs in a product."""
+
+    def run(x: jax.Array, ids: jax.Array, share: jax.Array, *stacks: jax.Array) -> jax.Array:
+        pairs = routed_experts._Pairs.of(ids, EXPERTS)
+        results = routed_experts.in_groups(x, pairs, stacks, choices=CHOICES, rows=ids.size + TILE)
+        return routed_experts._sum_of_choices(results, ids, share, pairs, EXPERTS)
+
+    program = jax.jit(run).lower(states(), *(np.zeros((TOKENS, CHOICES), kind) for kind in KINDS), *weights())
+    return program.compile()
+
+
+@pytest.mark.parametrize("piece", [1, 5, 7, TOKENS * CHOICES, 64])
+@given(ids=choices())
+def test_grouped_products_equal_a_loop_over_experts(piece, ids):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routed_experts, "PIECE", piece)
+        found = grouped(piece)(states(), ids, shares(ids), *weights())
+    np.testing.assert_allclose(found, dense(states(), ids, shares(ids), *weights()), rtol=0, atol=1e-5)
+
+
 # --- work
 
 
@@ -129,14 +153,14 @@ def visits() -> Any:
         jax.debug.callback(lambda: seen.append(1))
         return swiglu(x, gate, up)
 
-    swiglu = moe.swiglu
-    program = jax.jit(lambda *arguments: moe.routed(*arguments, tile=TILE))
-    moe.swiglu = counting
+    swiglu = routed_experts.swiglu
+    program = jax.jit(lambda *arguments: routed_experts.routed(*arguments, tile=TILE))
+    routed_experts.swiglu = counting
     try:
         ids = np.zeros((TOKENS, CHOICES), np.int32)
         compiled = program.lower(states(), ids, shares(ids), *weights()).compile()
     finally:
-        moe.swiglu = swiglu
+        routed_experts.swiglu = swiglu
 
     def count(ids: np.ndarray) -> int:
         seen.clear()
@@ -188,8 +212,7 @@ def test_weights_are_neither_copied_nor_widened(dtype):
     ("tokens", "experts", "size"), [(1, 384, 1), (8, 384, 8), (3, 8, 4), (512, 256, 16), (4096, 64, 128), (2, 2, 2)]
 )
 def test_a_tile_is_a_power_of_two_near_the_tokens_of_an_expert(tokens, experts, size):
-    config = replace(PLAIN_EXPERTS, experts=experts, experts_per_token=min(8, experts))
-    assert moe.tile_size(tokens, config) == size
+    assert routed_experts.tile_size(tokens, experts, min(8, experts)) == size
 
 
 def test_the_parts_of_all_devices_add_up_to_the_whole():
