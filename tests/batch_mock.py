@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 from dcpjax.api.outputs import CompletionOutput, RequestOutput
@@ -97,6 +98,8 @@ class Planned(MockEngine):
             os.kill(os.getpid(), self.plan["signal"])
             if self.plan.get("compiles"):
                 threading.Event().wait()  # as in a compilation: only the end of the process ends this
+        elif self.steps > self.plan.get("signal_at_step", self.steps):
+            time.sleep(0.02)  # on a busy machine too the signal is seen before all lines are done
         if self.steps == self.plan.get("again_at_step"):
             os.kill(os.getpid(), self.plan["signal"])
             signal.pause()  # only the end of the process ends this

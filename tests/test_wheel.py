@@ -42,7 +42,7 @@ def test_the_wheel_holds_every_folder_of_the_package_and_nothing_else(wheel):
         for path in (ROOT / folder).rglob("*.py")
         if folder != "dcpjax" or path.relative_to(ROOT / folder).parts[0] not in ("models", "sharding")
     ]
-    assert sorted(package_files(wheel)) == sorted([*python, "dcpjax/py.typed"])
+    assert sorted(package_files(wheel)) == sorted([*python, "dcpjax/py.typed", "dcpjax/server/page.html"])
 
 
 def test_nothing_is_in_the_wheel_twice(wheel):

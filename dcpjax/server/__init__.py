@@ -3,6 +3,7 @@
     connection   bytes of a connection, bounded in time and size        uvicorn
     auth bounds  who may ask, and how much                              ASGI
     app          paths                                                  starlette
+    page         the page at /
     answers      a request body -> an answer, whole or streamed         the event loop
     engine_thread                                                       the one thread that steps the model
 

@@ -26,6 +26,7 @@ from dcpjax.server.errors import (
     json_response,
 )
 from dcpjax.server.openapi import description
+from dcpjax.server.page import page_response
 from dcpjax.server.root_path import RootPath
 from dcpjax.server.service import Service
 
@@ -34,6 +35,7 @@ def make_app(service: Service) -> Starlette:
     """An ASGI application. The service's engine must run while it answers."""
     paths = _Paths(service)
     routes = [
+        Route("/", paths.page, methods=["GET"]),
         Route("/v1/models", paths.models, methods=["GET"]),
         Route("/v1/models/{name:path}", paths.model, methods=["GET"]),
         Route("/v1/completions", Answers(service, "completion"), methods=["POST"]),
@@ -74,6 +76,9 @@ class _Paths:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+
+    async def page(self, request: Request) -> Response:
+        return page_response()
 
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._card(name) for name in self._service.names]})

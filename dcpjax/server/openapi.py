@@ -94,6 +94,7 @@ _BODIES: dict[str, dict[str, Any]] = {
     },
 }
 _SUMMARIES = {
+    "/": "a page with the server's numbers and a chat",
     "/v1/models": "the names of the model",
     "/health": "200 while the engine runs",
     "/ping": "200 while the engine runs",

@@ -16,8 +16,8 @@ class ServeOptions:
         host: address to listen on; 0.0.0.0 makes the server reachable from other machines.
         port: port to listen on; 0 takes a free one.
         served_model_name: what requests and answers call the model. None: the value of `model`.
-        api_key: requests must carry this key, or one of them, as "Authorization: Bearer KEY"; /health, /ping, /version
-            and /metrics are open. None: no key is asked for.
+        api_key: requests must carry this key, or one of them, as "Authorization: Bearer KEY"; the page at /, /health,
+            /ping, /version and /metrics are open. None: no key is asked for.
         ssl_keyfile: private key in PEM form, for HTTPS.
         ssl_certfile: certificate in PEM form, for HTTPS.
         allowed_origins: web pages of this origin may use the server from a browser; "*" allows all. None: no page may.

@@ -1,5 +1,6 @@
 """The path under which a proxy shows the server. Some proxies remove it from what they pass on, some do not."""
 
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 
@@ -10,6 +11,9 @@ class RootPath:
         self._app, self._path = app, path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == self._path:  # the page's own links begin at the slash
+            await RedirectResponse(f"{self._path}/")(scope, receive, send)
+            return
         if scope["type"] == "http" and scope["path"].startswith(f"{self._path}/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._path)}
         await self._app(scope, receive, send)

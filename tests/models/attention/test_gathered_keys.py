@@ -91,7 +91,7 @@ LAYOUTS = [  # family, devices, dcp, options
     ("deepseek-v2", 6, 6, {"block_size": 18}),
     ("qwen3-moe", 6, 3, {"block_size": 24}),
 ]
-BY_DEFAULT = LAYOUTS[1], LAYOUTS[5], LAYOUTS[11]
+BY_DEFAULT = LAYOUTS[5], LAYOUTS[11]
 
 
 @pytest.mark.parametrize(("family", "devices", "dcp", "options"), sample(LAYOUTS, *BY_DEFAULT))
