@@ -1,10 +1,12 @@
 import argparse
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from dcpjax.planning.planner import plan
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
+import check_device  # noqa: E402
 from bench_prefill import chunks, prefill_operations  # noqa: E402
 from bench_throughput import Answer, Kind, Profile, export, kind_of, random_prompts, report, rounds  # noqa: E402
 from count_projections import HEAD, Projection, ways  # noqa: E402
@@ -235,3 +238,44 @@ def test_the_best_of_dcp_generates_as_much_more_than_the_best_without_as_was_pub
     assert warm[8, 512].usage == pytest.approx(0.82, abs=0.01)
     best_without = max(warm[1, 32].tokens_per_second, warm[1, 64].tokens_per_second)
     assert warm[8, 512].tokens_per_second / best_without > 3.27
+
+
+def device_options(**changed: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"model": "", "minutes": 11, "json": None} | changed)
+
+
+def test_a_check_of_a_device_that_fails_does_not_hide_the_others():
+    def broken(_: Any) -> Any:
+        raise RuntimeError("no such device")
+
+    checks = {"one": broken, "two": lambda _: {"found": 3}, "three": lambda _: check_device._judged(False, found=4)}
+    report = check_device.run_checks(checks, device_options())
+    assert {name: found["result"] for name, found in report.items()} == {
+        "one": "failed",
+        "two": "passed",
+        "three": "failed",
+    }
+    assert report["one"]["why"] == "RuntimeError: no such device"
+    assert (report["two"]["found"], report["three"]["found"]) == (3, 4)
+
+
+def test_no_check_of_a_device_begins_after_the_given_minutes():
+    report = check_device.run_checks({"one": lambda _: {}}, device_options(minutes=-1))
+    assert report["one"]["result"] == "left out"
+
+
+def test_a_wrong_sum_over_devices_fails(monkeypatch):
+    assert check_device.check_smoke(device_options())["result"] == "passed"
+    monkeypatch.setattr(jax.lax, "psum", lambda x, _: 2 * jax.lax.pmax(x, "all"))
+    assert check_device.check_smoke(device_options())["result"] == "failed"
+
+
+@pytest.mark.sweep
+def test_the_check_of_this_machine_passes_and_is_written_as_json(tmp_path):
+    command = [sys.executable, SCRIPTS / "check_device.py", "--model", "", "--json", tmp_path / "found.json"]
+    subprocess.run(command, check=True, timeout=800, env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)})
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {name: each["result"] for name, each in found.items() if each["result"] != "left out"} == dict.fromkeys(
+        ["versions", "smoke", "tokens", "speed", "memory"], "passed"
+    )
+    assert found["tokens"]["equal"] == dict.fromkeys(check_device.FAMILIES, True)

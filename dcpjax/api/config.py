@@ -19,6 +19,7 @@ from dcpjax.api.vllm_options import ENGINE, without_neutral
 Dtype = Literal["auto", "float32", "bfloat16"]
 CommBackend = Literal["ag_rs", "a2a", "psum"]
 CommChoice = Literal[CommBackend, "auto"]
+AttentionBody = Literal["auto", "loop", "pallas"]
 LoadFormat = Literal["auto", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Warmup = Literal["none", "decode", "all"]
@@ -69,6 +70,9 @@ class EngineConfig:
         dcp_exchange_dtype: dtype in which queries and partial outputs cross the links: "float32", or "bfloat16" for
             half the bytes; "auto" is bfloat16 on accelerators unless the model is float32. Cached keys are always sent
             as they are stored, and log-sum-exps in float32.
+        attention_body: what computes attention: "pallas" is the kernel for GPUs and TPUs, "loop" plain XLA operations;
+            "auto" takes the kernel where the shapes suit it and warns where they do not, and on CPUs the kernels of
+            the extra `cpu`.
         dcp_overlap: merge the decodes of a step in two halves, so that one half's exchange can hide behind the other's
             attention.
         dcp_replicate_q: keep the whole query projection on each rank: more memory, one collective less per layer.
@@ -101,6 +105,7 @@ class EngineConfig:
     kv_cache_dtype: Dtype = "auto"
     dcp_comm_backend: CommChoice = "ag_rs"
     dcp_exchange_dtype: Dtype = "auto"
+    attention_body: AttentionBody = "auto"
     dcp_overlap: bool = False
     dcp_replicate_q: bool = False
     cp_kv_cache_interleave_size: int = 1
@@ -128,6 +133,7 @@ class EngineConfig:
         check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(Dtype))
         check_choice("dcp_comm_backend", self.dcp_comm_backend, get_args(CommChoice))
         check_choice("dcp_exchange_dtype", self.dcp_exchange_dtype, get_args(Dtype))
+        check_choice("attention_body", self.attention_body, get_args(AttentionBody))
         check_choice("load_format", self.load_format, get_args(LoadFormat))
         check_choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         check_choice("warmup", self.warmup, get_args(Warmup))

@@ -111,6 +111,8 @@ def lay_out(files: ModelFiles, engine: EngineConfig) -> MeshModel:
 
 def _runtime(mesh: Mesh, engine: EngineConfig, dtype: str) -> Runtime:
     place = Placement(mesh, Rules.for_attention(replicate_q=engine.dcp_replicate_q))
+    if engine.attention_body == "pallas" and place.platform == "cpu":
+        raise ValueError("attention_body must be 'auto' or 'loop' on CPUs, but is 'pallas'; use 'auto'")
     return Runtime(
         place=place,
         geometry=CacheGeometry(
@@ -122,5 +124,6 @@ def _runtime(mesh: Mesh, engine: EngineConfig, dtype: str) -> Runtime:
         dcp_replicate_q=engine.dcp_replicate_q,
         dcp_exchange_dtype=exchange_dtype(engine.dcp_exchange_dtype, dtype, place.platform),
         dcp_overlap=engine.dcp_overlap,
+        attention_body=engine.attention_body,
         link=find_link(mesh, cache_folder()),
     )

@@ -3,6 +3,7 @@
 One function serves decode (one query token per request), verification of drafts (a few) and chunked prefill (many).
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial as bind
@@ -180,6 +181,12 @@ def choose_attention(cache: Cache, work: Work, runtime: Runtime) -> Callable[...
             f"attention_body must be 'auto' or 'loop' on {platform} with heads of {cache.value_dim} values and "
             f"{runtime.geometry.slots} slots per block and rank, but is 'pallas'; use 'auto'"
         )
+    warnings.warn(
+        f"attention runs as plain XLA operations, slower than the kernel for {platform.upper()}s: that takes multiples "
+        f"of 16 slots per block and rank (of 128 beyond 512) and heads of multiples of 16 values, but there are "
+        f"{runtime.geometry.slots} slots and {cache.value_dim} values; change block_size",
+        stacklevel=2,
+    )
     return paged_partial
 
 

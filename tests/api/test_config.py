@@ -40,6 +40,7 @@ def test_decode_steps_are_a_number_or_auto(value):
         ("dtype", "auto, float32, bfloat16"),
         ("kv_cache_dtype", "auto, float32, bfloat16"),
         ("dcp_comm_backend", "ag_rs, a2a, psum, auto"),
+        ("attention_body", "auto, loop, pallas"),
         ("load_format", "auto, dummy"),
     ],
 )

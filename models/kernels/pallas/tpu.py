@@ -1,8 +1,9 @@
 """Paged attention on TPUs: a Pallas kernel for Mosaic.
 
-The grid is [blocks of a tile, iterations of all tiles], so its size follows the tokens in use. The list of iterations
+The grid is [blocks of a tile, iterations of the tiles], so its size follows the tokens in use. The list of iterations
 is in scalar memory: from it the pipeline knows which page of the cache to copy to the chip while the page before is
-multiplied. The iterations of a tile are consecutive, so its running softmax stays on the chip.
+multiplied. The iterations of a tile are consecutive, so its running softmax stays on the chip. If the list of all tiles
+could be longer than that memory, the kernel runs for some of them after the other.
 """
 
 from functools import partial as bind
@@ -25,9 +26,9 @@ MAX_SLOTS = 512
 
 
 def suits(cache: Cache, work: Work, geometry: CacheGeometry) -> bool:
-    """Whether a block of the cache is a whole number of sublanes or lanes, and the list fits into scalar memory."""
-    slots, tiles = slots_per_iteration(cache, geometry), max(tiles.start.shape[0] for tiles in work.tiles)
-    return slots > 0 and 2 * tiles * (1 + work.block_table.shape[1] * geometry.slots // slots) <= SCALARS
+    """Whether a block of the cache is whole sublanes or lanes, and the list of one tile fits in scalar memory."""
+    slots = slots_per_iteration(cache, geometry)
+    return slots > 0 and _tiles_per_call(work.block_table, geometry.slots // slots) > 0
 
 
 def rows_per_block(rows: int, cache: Cache) -> int:
@@ -46,8 +47,39 @@ def attend(
     blocks: RowBlocks, cache: Cache, table: jax.Array, geometry: CacheGeometry, rank: jax.Array, interpret: bool
 ) -> Partial:
     """The blocks of I tiles -> out [I, blocks, rows, Y], lse [I, blocks, rows]; undefined for padding tiles."""
+    slots = slots_per_iteration(cache, geometry)
+    size, tiles = _tiles_per_call(table, geometry.slots // slots), len(blocks.iterations)
+    call = bind(_call, cache=cache, table=table, geometry=geometry, slots=slots, rank=rank, interpret=interpret)
+    if tiles <= size:
+        return call(blocks)
+    groups = jax.tree.map(bind(_in_groups, size=size), blocks)
+    part = jax.lax.map(call, groups)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tiles], part)
+
+
+def _tiles_per_call(table: jax.Array, pages: int) -> int:
+    """Tiles whose list is sure to fit in scalar memory, for `pages` pages of a block; 0 if that of one may not."""
+    return SCALARS // (2 * (1 + table.shape[1] * pages))
+
+
+def _in_groups(x: jax.Array, size: int) -> jax.Array:
+    """[I, ...] -> [groups, size, ...], padded with zeros: tiles without iterations."""
+    return jnp.pad(x, ((0, -len(x) % size), *[(0, 0)] * (x.ndim - 1))).reshape(-1, size, *x.shape[1:])
+
+
+def _call(
+    blocks: RowBlocks,
+    *,
+    cache: Cache,
+    table: jax.Array,
+    geometry: CacheGeometry,
+    slots: int,
+    rank: jax.Array,
+    interpret: bool,
+) -> Partial:
+    """`attend` for tiles whose list fits in scalar memory."""
     tiles, heads, rows, head_dim = blocks.queries.shape
-    slots, per_head = slots_per_iteration(cache, geometry), blocks.per_head
+    per_head = blocks.per_head
     iterations, count = _list_iterations(blocks, table, geometry.slots // slots)
 
     def of_tile(size: int, heads: int = heads) -> pl.BlockSpec:

@@ -6,6 +6,7 @@ No test here compiles a kernel for a device or runs it on one.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, reduce
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from harness import golden_runner
 from paging import (
     HEAD_DIM,
     HEADS,
@@ -29,8 +31,10 @@ from paging import (
     whole,
 )
 
+from dcpjax.models.attention.dispatch import choose_attention
 from dcpjax.models.attention.paged import paged_partial
-from dcpjax.models.attention.work import Work
+from dcpjax.models.attention.work import Runtime, Work
+from dcpjax.models.kernels.pallas import tpu
 from dcpjax.models.kernels.pallas.paged_call import KERNELS, paged_partial_kernel, suits
 from dcpjax.models.kv_cache import Cache, CacheGeometry, LatentCache, LayerCache
 from dcpjax.sharding.merge import Partial, merge
@@ -140,6 +144,19 @@ def test_bfloat16_is_multiplied_as_stored_and_its_bits_in_uint16_as_float32(plat
     assert_close(found, program(None, SHORT.geometry)(q, raised, work, np.int32(1)), tolerance)
 
 
+@pytest.mark.parametrize("tiles_of_a_call", [1, 2, 3])
+def test_the_tpu_kernel_runs_several_times_if_its_list_may_not_fit_at_once(tiles_of_a_call, monkeypatch):
+    """With padding tiles in the last call, or a call of nothing else."""
+    step, pages = spans(SHORT), SHORT.geometry.slots // tpu.slots_per_iteration(None, SHORT.geometry)  # type: ignore[arg-type]
+    work = scheduled(step, SHORT)
+    at_once = run("tpu", "gqa", step, SHORT, 1)
+    monkeypatch.setattr(tpu, "SCALARS", 2 * tiles_of_a_call * (1 + work.block_table.shape[1] * pages))
+    program.cache_clear()
+    in_parts = run("tpu", "gqa", step, SHORT, 1)
+    program.cache_clear()
+    jax.tree.map(np.testing.assert_array_equal, in_parts, at_once)
+
+
 # --- shapes of real models
 
 
@@ -191,7 +208,7 @@ SOUND = {"family": "gqa", "head_dim": 64, "slots": 64, "dtype": "bfloat16"}
         ("gpu", {"head_dim": 72}),
         ("tpu", {"slots": 8}),
         ("tpu", {"slots": 520}),
-        ("tpu", {"width": 2**14}),
+        ("tpu", {"width": 2**18}),
         ("cpu", {}),
     ],
 )
@@ -200,7 +217,26 @@ def test_what_a_kernel_cannot_take_does_not_suit_it(platform, shapes):
     assert not suits(layer, work, geometry, platform)
 
 
+@pytest.mark.parametrize("shapes", [{}, {"rows": 256, "width": 2**13}])
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_what_a_kernel_can_take_suits_it(platform):
-    _, layer, work, geometry = abstract(**SOUND)
+def test_what_a_kernel_can_take_suits_it(platform, shapes):
+    _, layer, work, geometry = abstract(**SOUND | shapes)
     assert suits(layer, work, geometry, platform)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_whoever_gets_the_loop_instead_of_a_kernel_is_told(platform):
+    _, layer, work, geometry = abstract("gqa", 64, 24, "bfloat16")
+    place = SimpleNamespace(platform=platform)
+    with pytest.warns(UserWarning, match=rf"slower than the kernel for {platform.upper()}s: .* there are 24 slots"):
+        assert choose_attention(layer, work, Runtime(place=place, geometry=geometry)) is paged_partial  # type: ignore[arg-type]
+    forced = Runtime(place=place, geometry=geometry, attention_body="loop")  # type: ignore[arg-type]
+    assert choose_attention(layer, work, forced) is paged_partial
+    with pytest.raises(ValueError, match=r"attention_body must be 'auto' or 'loop' on .* with heads of 64 values"):
+        choose_attention(layer, work, replace(forced, attention_body="pallas"))
+
+
+def test_a_body_can_be_forced_by_an_option_and_a_kernel_for_other_devices_is_refused() -> None:
+    assert golden_runner("llama3", 1, 1, attention_body="loop").model.runtime.attention_body == "loop"
+    with pytest.raises(ValueError, match="must be 'auto' or 'loop' on CPUs, but is 'pallas'; use 'auto'"):
+        golden_runner("llama3", 1, 1, attention_body="pallas")
