@@ -46,6 +46,11 @@ def assert_same(golden: dict[str, np.ndarray], committed: dict[str, np.ndarray])
             np.testing.assert_array_equal(golden[name], expected, err_msg=name)
 
 
+def settings(path: Path) -> dict[str, object]:
+    """A JSON file less the stamp of the release of transformers that wrote it: a newer one may run this suite."""
+    return {key: value for key, value in json.loads(path.read_text()).items() if key != "transformers_version"}
+
+
 def test_every_family_has_a_committed_folder(maker: ModuleType) -> None:
     assert sorted(maker.FAMILIES) == NAMES
 
@@ -58,7 +63,7 @@ def test_made_again_family_equals_the_committed_one(name: str, maker: ModuleType
     for key, expected in committed.items():
         np.testing.assert_array_equal(made[key], expected, err_msg=key)
     for path in tmp_path.glob("*.json"):
-        assert json.loads(path.read_text()) == json.loads((GOLDENS / name / path.name).read_text()), path.name
+        assert settings(path) == settings(GOLDENS / name / path.name), path.name
 
 
 @every_family
