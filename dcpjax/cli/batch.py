@@ -1,5 +1,7 @@
 """`dcpjax batch`: reads a JSONL file of requests, writes a JSONL file of results; `--resume` continues a stopped job.
 
+`dcpjax batch merge` joins the results of a job's shards, see `batch_merge`.
+
 Exit codes: 0 every line has a record, which may be an error (1 with --fail-on-errors); 2 wrong flags or input; 3 the
 output cannot be written; 130 and 143 stopped by Ctrl-C or SIGTERM.
 """
@@ -12,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcpjax.api.sampling_params import SamplingParams
+from dcpjax.cli import batch_merge
 from dcpjax.cli.flags import Flags, Parser, add_options, field_helps, flag
 from dcpjax.cli.model_flags import SEED_HELP, ModelArguments, add_engine_flags, add_model_flag, model_defaults
 from dcpjax.cli.verbosity import add_verbosity_flags, print_stderr
@@ -83,7 +86,7 @@ def _add_model_flags(parser: Parser) -> None:
 def run(flags: Flags, open_engine: OpenEngine | None = None) -> int:
     """Run the job and return the exit code. `open_engine` replaces the model of the flags."""
     try:
-        return _run(flags, open_engine)
+        return batch_merge.run(flags) if batch_merge.is_asked(flags) else _run(flags, open_engine)
     except OutputError as error:
         print_stderr(f"dcpjax: error: {_quoted_names_to_flags(str(error))}")
         return 3

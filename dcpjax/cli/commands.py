@@ -48,7 +48,8 @@ COMMANDS = {
         generate.run,
     ),
     "batch": Command(
-        "dcpjax batch INPUT.jsonl -o OUTPUT.jsonl --model MODEL [FLAGS]",
+        "dcpjax batch INPUT.jsonl -o OUTPUT.jsonl --model MODEL [FLAGS]\n"
+        "       dcpjax batch merge OUTPUT.jsonl PART.jsonl [PART.jsonl ...] [--input INPUT.jsonl]",
         "answer a file of requests; a stopped job can be resumed",
         batch.add_flags,
         batch.run,

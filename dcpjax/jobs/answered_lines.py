@@ -4,6 +4,7 @@ from array import array
 
 from dcpjax.jobs.lines import Line, LineReader
 from dcpjax.jobs.record import RecordSummary
+from dcpjax.jobs.shard import Shard
 
 _NONE = 0  # no record; a real fingerprint is 0 with a probability of 2**-64
 
@@ -53,13 +54,18 @@ class AnsweredLines:
             )
 
 
-def count_lines(lines: LineReader, answered: AnsweredLines) -> int:
-    """The number of lines that are not blank. Raises ValueError if one that was answered has changed or is gone."""
+def count_lines(lines: LineReader, answered: AnsweredLines, shard: Shard) -> int:
+    """The number of the shard's lines that are not blank.
+
+    Raises ValueError if one that was answered has changed, is gone or is in another shard.
+    """
     count, last = 0, 0
     while (line := lines.read()) is not None:
         last = line.number
-        if not line.is_blank:
-            answered.has(line)
-            count += 1
+        if line.is_blank:
+            continue
+        is_answered, is_own = answered.has(line), shard.has(line.number)
+        shard.check_not_answered(line.number, is_answered and not is_own)
+        count += is_own
     answered.check_length(last)
     return count

@@ -1,5 +1,6 @@
 """The loop of a batch job: submit lines while there is room, run a step, write the records of what has finished."""
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dcpjax.jobs.options import BatchOptions
 from dcpjax.jobs.output_file import OutputFile
 from dcpjax.jobs.progress import Progress
 from dcpjax.jobs.record import encode_record, error_record, result_record
+from dcpjax.jobs.shard import Shard
 from dcpjax.openai.parsers.message import MessageFormats
 
 WAIT_SECONDS = 0.2  # for a line from a pipe while nothing runs, before `stop` is asked again
@@ -84,7 +86,7 @@ class BatchJob:
         self._progress, self._statistics = progress, progress.statistics
         self._running: dict[int, tuple[BatchRequest, int]] = {}  # by line number; with the line's bytes
         self._bytes_running = 0  # of the lines that run
-        self._seen_ids = SeenIds()
+        self._seen_ids, self._shard = SeenIds(), Shard.of(options.shard)
         self._last_line = 0
 
     def run(self) -> None:
@@ -120,6 +122,9 @@ class BatchJob:
 
     def _submit(self, line: Line) -> None:
         """Submit a line, or write an error record if it cannot be run."""
+        if not self._shard.has(line.number):
+            self._pass_over(line)
+            return
         if line.is_blank:
             self._statistics.blank += 1
             return
@@ -138,6 +143,13 @@ class BatchJob:
         else:
             self._running[line.number] = request, line.size
             self._bytes_running += line.size
+
+    def _pass_over(self, line: Line) -> None:
+        """Of a line of another shard only its custom id matters: it must not be used again here."""
+        self._shard.check_not_answered(line.number, self._answered.has(line))
+        with contextlib.suppress(ValueError, RecursionError):  # reported where the line is answered
+            custom_id = read_custom_id(parse_line(line, max_line_bytes=self._options.max_line_bytes))
+            self._seen_ids.add(custom_id, line.number)
 
     def _read_request(self, entry: Mapping[str, Any], line: Line, custom_id: str | None) -> BatchRequest:
         sampling, seed = self._defaults.sampling, self._defaults.seed

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from dcpjax.api.checks import check_bool, check_choice, check_seconds, check_size, from_options
+from dcpjax.jobs.shard import Shard
 from dcpjax.openai.parsers.choice import ReasoningParserName, ToolCallParserName
 
 Fsync = Literal["always", "interval", "never"]
@@ -19,6 +20,8 @@ class BatchOptions:
         retry_errors: with `resume`: run again the lines whose record is an error.
         ordered: once all lines are done, sort the output by input line. Until then records are in the order
             in which requests finished.
+        shard: "I/N": answer only every N-th line, from line I on, so that N jobs share one input. Each has an output of
+            its own, which dcpjax batch merge joins.
         fsync: when records are forced to the disk: "always" after each one, "interval" once a second, "never"
             leaves it to the system. A killed process loses nothing either way; a power failure may lose records.
         grace_seconds: how long requests that have begun may continue after Ctrl-C or SIGTERM; 0 drops them at once.
@@ -38,6 +41,7 @@ class BatchOptions:
     overwrite: bool = False
     retry_errors: bool = False
     ordered: bool = False
+    shard: str | None = None
     fsync: Fsync = "interval"
     grace_seconds: float = 3.0
     max_line_bytes: int = 100_000_000
@@ -48,6 +52,7 @@ class BatchOptions:
     def __post_init__(self) -> None:
         for name in ("resume", "overwrite", "retry_errors", "ordered"):
             check_bool(f"`{name}`", getattr(self, name))
+        Shard.of(self.shard)
         check_choice("`fsync`", self.fsync, get_args(Fsync))
         check_size("`max_line_bytes`", self.max_line_bytes, 2)  # an empty object
         check_size("`max_in_flight`", self.max_in_flight)

@@ -97,7 +97,7 @@ class OutputFile:
             os.ftruncate(self._file, self._size)
         if not (retry_errors and answered.errors):
             return answered
-        self._rewrite(span for summary, span in self.records() if not summary.is_error)
+        self.rewrite((self, span) for summary, span in self.records() if not summary.is_error)
         return self.recover(retry_errors=False)
 
     def empty(self) -> None:
@@ -117,7 +117,7 @@ class OutputFile:
             lengths.append(span.length)
         if any(one > next_one for one, next_one in pairwise(lines)):
             places = sorted(range(len(lines)), key=lines.__getitem__)
-            self._rewrite(ByteSpan(starts[place], lengths[place]) for place in places)
+            self.rewrite((self, ByteSpan(starts[place], lengths[place])) for place in places)
 
     def close(self) -> None:
         """Give up the lock and leave the file as it is."""
@@ -135,8 +135,11 @@ class OutputFile:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)
 
-    def _rewrite(self, spans: Iterable[ByteSpan]) -> None:
-        """Keep these records, in this order. A reader sees the old file or the new one, nothing between."""
+    def rewrite(self, spans: "Iterable[tuple[OutputFile, ByteSpan]]") -> None:
+        """Hold these records, of this file or others, in this order, and no more.
+
+        A reader sees the old file or the new one, nothing between.
+        """
         temporary = f"{self.path}.rewriting"
         with _system_errors_as_sentences(self.path):
             file = os.open(temporary, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -155,11 +158,11 @@ class OutputFile:
             self._file, self._size = file, size
             _sync_folder(self.path)
 
-    def _copy(self, spans: Iterable[ByteSpan], file: int) -> int:
+    def _copy(self, spans: "Iterable[tuple[OutputFile, ByteSpan]]", file: int) -> int:
         size = 0
-        for span in spans:
+        for source, span in spans:
             for start in range(span.start, span.start + span.length, COPY_BYTES):
-                data = os.pread(self._file, min(COPY_BYTES, span.start + span.length - start), start)
+                data = os.pread(source._file, min(COPY_BYTES, span.start + span.length - start), start)
                 self._write(file, data)
                 size += len(data)
         return size
@@ -194,6 +197,24 @@ def open_output(
     except BaseException:
         output.close()
         raise
+
+
+def open_part(path: str | os.PathLike[str]) -> OutputFile:
+    """Open an output to read its records; it stays as it is, also a torn end. Raises OutputError as `open_output`."""
+    real = os.path.realpath(path)
+    try:
+        file = os.open(real, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise OutputError(f"{real} must be a file that can be read, but is not: {error.strerror}") from error
+    output = OutputFile(file, real, fsync="never", is_regular=True)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OutputError(f"{real} must be a regular file of records, but is none")
+        _lock(file, real)
+    except BaseException:
+        output.close()
+        raise
+    return output
 
 
 def _resume_or_start(output: OutputFile, options: BatchOptions, *, size: int) -> AnsweredLines:

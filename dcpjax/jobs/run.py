@@ -20,6 +20,7 @@ from dcpjax.jobs.lines import LineReader
 from dcpjax.jobs.options import BatchOptions
 from dcpjax.jobs.output_file import OutputFile, open_output
 from dcpjax.jobs.progress import Progress
+from dcpjax.jobs.shard import Shard
 from dcpjax.jobs.statistics import JobStatistics
 from dcpjax.jobs.status_file import StatusFile
 from dcpjax.openai.parsers.message import MessageFormats
@@ -167,7 +168,7 @@ def _count(source: int, files: BatchFiles, options: BatchOptions, answered: Answ
         return None
     start = os.lseek(source, 0, os.SEEK_CUR)
     try:
-        return count_lines(_reader(source, files, options), answered)
+        return count_lines(_reader(source, files, options), answered, Shard.of(options.shard))
     finally:
         os.lseek(source, start, os.SEEK_SET)
 

@@ -14,6 +14,7 @@ from batch_mock import MockEngine, run_command
 
 import dcpjax.jobs.stop
 from dcpjax.cli import batch
+from dcpjax.cli.commands import main
 from dcpjax.cli.flags import Parser, parse
 from dcpjax.jobs.run import run_batch
 from dcpjax.jobs.stop import StopOnSignal
@@ -315,3 +316,28 @@ def test_what_python_is_told_is_checked_before_the_model_is_opened(tmp_path):
         with pytest.raises(ValueError, match=message):
             run_batch(tmp_path / "in", tmp_path / "out", "none", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_shards_of_a_job_are_merged_by_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines(tmp_path, 5)
+    for index in (1, 2):
+        assert run_command(["in", "-o", f"part{index}", "--shard", f"{index}/2", "--quiet"], MockEngine()) == 0
+    assert main(["batch", "merge", "out", "part1", "part2", "--input", "in"]) == 0
+    assert capsys.readouterr().err == "dcpjax: out holds 5 records of 2 parts\n"
+    assert done(tmp_path) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["out"], 2, "batch merge must name an output and its parts, but names 1 files"),
+        (["out", "in", "--model", "m"], 2, "batch merge must come without --model, which is of the job itself"),
+        (["out", "in"], 3, "must hold records of dcpjax batch only, but line 1 is none"),
+    ],
+)
+def test_a_merge_that_cannot_be_says_why(arguments, code, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines(tmp_path, 2)
+    assert main(["batch", "merge", *arguments]) == code
+    assert sentence in capsys.readouterr().err
